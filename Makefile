@@ -1,0 +1,43 @@
+# make install  set up .venv        make demo   decode the sample prompts, plain and speculative
+# make test     run the tests       make lint   ruff, formatting included
+# make bench    benchmarks          make test-oldest   the tests on the oldest supported versions
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+CONSTRAINTS ?= constraints.txt
+# PyTorch's CPU wheel index, for a machine without a GPU whose default index gives the CUDA build.
+TORCH_INDEX_URL ?=
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.PHONY: install demo test lint format bench test-oldest clean
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: setup.py pyproject.toml $(CONSTRAINTS)
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) -c $(CONSTRAINTS) torch $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL))
+	$(PIP) -c $(CONSTRAINTS) --editable ".[dev]"
+	touch $@
+
+demo: install
+	$(BIN)/specpaged verify --max-num-seqs 8 --num-speculative-tokens 5 --max-tokens 64
+
+test: install
+	$(BIN)/python -m pytest
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: install
+	$(BIN)/python -m pytest benchmarks --benchmark-only -s
+
+test-oldest:
+	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt
+
+clean:
+	rm -rf .venv .venv-oldest build *.egg-info

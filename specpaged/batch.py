@@ -1,0 +1,96 @@
+"""The ragged batch: what one forward pass runs, as values.
+
+Dimensions, used beside every tensor of the project:
+    B sequences in the pass      N packed tokens          M rows whose logits are wanted
+    K draft tokens a sequence    V vocabulary             L layers
+    P blocks                     S block_size             Hq / Hkv heads, D head_dim
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RaggedRow:
+    """One sequence's share of a forward pass, in ints.
+
+    `blocks` is the sequence's page table and covers `context_len + len(token_ids)` slots; `context_len` tokens
+    already have valid KV, so it is also the position of `token_ids[0]`. Logits are wanted for the last
+    `num_logits` tokens.
+    """
+
+    token_ids: Sequence[int]
+    context_len: int
+    blocks: Sequence[int]
+    num_logits: int
+
+
+@dataclass(frozen=True, slots=True)
+class RaggedBatch:
+    """Packed rows of several sequences, without padding.
+
+    Two sequences with block_size 4: A has 5 tokens of context in blocks [2, 7] and runs 3 tokens a b c;
+    B has no context, owns block [1] and runs 2 tokens d e; logits of A's last two tokens and of B's last:
+
+        token_ids      a  b  c  d  e         cu_query_lens  0 3 5
+        positions      5  6  7  0  1         context_lens   5 0
+        slot_mapping  29 30 31  4  5         page_table     2 7
+        logits_idx        1  2     4                        1 0    (0: the null block)
+    """
+
+    token_ids: Tensor  # [N] int64
+    positions: Tensor  # [N] int64
+    slot_mapping: Tensor  # [N] int64, block * block_size + offset
+    page_table: Tensor  # [B, max_blocks] int64, filled up with the null block
+    cu_query_lens: Tensor  # [B + 1] int32
+    context_lens: Tensor  # [B] int32, before the pass
+    logits_idx: Tensor  # [M] int64, ascending
+    query_lens: tuple[int, ...]  # host mirrors of the above, one per sequence
+    context_lens_host: tuple[int, ...]
+    num_logits: tuple[int, ...]
+    block_size: int
+
+    @property
+    def num_tokens(self) -> int:
+        """N."""
+        return self.token_ids.shape[0]
+
+
+def pack(rows: Sequence[RaggedRow], block_size: int, device: torch.device | str = "cpu") -> RaggedBatch:
+    """Pack the rows of B sequences, in order, into one batch of N tokens."""
+    token_ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    logits_idx: list[int] = []
+    cu_query_lens = [0]
+    for row in rows:
+        start, end = row.context_len, row.context_len + len(row.token_ids)
+        token_ids.extend(row.token_ids)
+        positions.extend(range(start, end))
+        blocks = row.blocks
+        slots.extend([blocks[p // block_size] * block_size + p % block_size for p in range(start, end)])
+        cu_query_lens.append(len(token_ids))
+        logits_idx.extend(range(len(token_ids) - row.num_logits, len(token_ids)))
+    width = max(-(-(row.context_len + len(row.token_ids)) // block_size) for row in rows)
+    # A page table may be longer than what this pass reads: blocks reserved for drafts to come.
+    page_table = [list(row.blocks[:width]) + [0] * (width - len(row.blocks[:width])) for row in rows]
+    ints = torch.tensor([token_ids, positions, slots], dtype=torch.int64).to(device)
+    context_lens = tuple(row.context_len for row in rows)
+    return RaggedBatch(
+        token_ids=ints[0],
+        positions=ints[1],
+        slot_mapping=ints[2],
+        page_table=torch.tensor(page_table, dtype=torch.int64, device=device),
+        cu_query_lens=torch.tensor(cu_query_lens, dtype=torch.int32, device=device),
+        context_lens=torch.tensor(context_lens, dtype=torch.int32, device=device),
+        logits_idx=torch.tensor(logits_idx, dtype=torch.int64, device=device),
+        query_lens=tuple(len(row.token_ids) for row in rows),
+        context_lens_host=context_lens,
+        num_logits=tuple(row.num_logits for row in rows),
+        block_size=block_size,
+    )

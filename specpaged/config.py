@@ -1,0 +1,130 @@
+"""What an engine is built from: frozen, validated before any work, no derived state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+NUMERICS = ("exact", "fast")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+METHODS = ("draft_model",)
+VERIFICATIONS = ("greedy", "coupled", "rejection")
+
+ASSETS = Path(__file__).parent / "assets"
+EMBEDDED_TARGET = str(ASSETS / "target")
+EMBEDDED_DRAFT = str(ASSETS / "draft")
+
+
+def check_choice(name: str, value: Any, allowed: Sequence[str]) -> None:
+    """Raise ValueError unless `value` is one of `allowed`."""
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r} is not known; allowed: {', '.join(map(repr, allowed))}")
+
+
+def check_int(name: str, value: Any, minimum: int) -> None:
+    """Raise ValueError unless `value` is an int (no bool) of at least `minimum`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+        raise ValueError(f"{name}={value!r} must be an int >= {minimum}")
+
+
+@dataclass(frozen=True)
+class SpeculativeConfig:
+    """How drafts are proposed and verified.
+
+    `numerics` is the draft's own: only the target decides tokens, so a fast draft costs nothing in exactness.
+    `num_speculative_tokens_per_batch_size` holds [first, last, K] ranges of the number of running sequences
+    (vLLM's form); without it K is `num_speculative_tokens` at every batch size. A batch size in no range
+    gets K = 0.
+    """
+
+    model: str | None = None
+    method: str = "draft_model"
+    num_speculative_tokens: int = 5
+    num_speculative_tokens_per_batch_size: Sequence[Sequence[int]] | None = None
+    numerics: str = "fast"
+    verification: str = "coupled"
+
+    def __post_init__(self) -> None:
+        check_choice("speculative_config['method']", self.method, METHODS)
+        check_choice("speculative_config['numerics']", self.numerics, NUMERICS)
+        check_choice("speculative_config['verification']", self.verification, VERIFICATIONS)
+        check_int("speculative_config['num_speculative_tokens']", self.num_speculative_tokens, 0)
+        name = "speculative_config['num_speculative_tokens_per_batch_size']"
+        last_seen = 0
+        for entry in self.num_speculative_tokens_per_batch_size or ():
+            if len(entry) != 3 or not all(isinstance(x, int) and not isinstance(x, bool) for x in entry):
+                raise ValueError(f"{name} entry {entry!r} must be three ints [first, last, K]")
+            first, last, k = entry
+            if not (last_seen < first <= last and k >= 0):
+                raise ValueError(
+                    f"{name} entry {entry!r} must satisfy {last_seen} < first <= last and K >= 0 "
+                    "(ranges ascend and do not overlap)"
+                )
+            last_seen = last
+
+    @classmethod
+    def from_mapping(cls, config: Mapping[str, Any]) -> SpeculativeConfig:
+        """The configuration from a dict as vLLM spells it; unknown keys are refused by name."""
+        known = [f.name for f in fields(cls)]
+        for key in config:
+            if key not in known:
+                raise ValueError(f"speculative_config has no key {key!r}; allowed: {', '.join(known)}")
+        return cls(**config)
+
+    def num_drafts(self, batch_size: int) -> int:
+        """K for a step of `batch_size` running sequences."""
+        if self.num_speculative_tokens_per_batch_size is None:
+            return self.num_speculative_tokens
+        for first, last, k in self.num_speculative_tokens_per_batch_size:
+            if first <= batch_size <= last:
+                return k
+        return 0
+
+    @property
+    def max_num_drafts(self) -> int:
+        """The largest K that any batch size can ask for."""
+        if self.num_speculative_tokens_per_batch_size is None:
+            return self.num_speculative_tokens
+        return max((k for _, _, k in self.num_speculative_tokens_per_batch_size), default=0)
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Everything an engine needs beside the models. Sizes are in tokens, memory is in bytes.
+
+    `max_model_len` None takes the target's max_position_embeddings. `kv_cache_memory_bytes` None takes what
+    `max_num_seqs` full-length sequences need, at most 1 GiB on a CPU and 80 % of what is free on a GPU.
+    """
+
+    model: str = EMBEDDED_TARGET
+    speculative_config: SpeculativeConfig | None = None
+    dtype: str = "auto"
+    device: str = "cpu"
+    block_size: int = 16
+    kv_cache_memory_bytes: int | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 2048
+    enable_prefix_caching: bool = False
+    numerics: str = "exact"
+    seed: int = 0
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        check_choice("numerics", self.numerics, NUMERICS)
+        check_choice("dtype", self.dtype, DTYPES)
+        check_int("block_size", self.block_size, 1)
+        check_int("max_num_seqs", self.max_num_seqs, 1)
+        check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        check_int("seed", self.seed, 0)
+        if self.max_model_len is not None:
+            check_int("max_model_len", self.max_model_len, 2)
+        if self.kv_cache_memory_bytes is not None:
+            check_int("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} must be at least "
+                f"max_num_seqs={self.max_num_seqs}: every running sequence runs a token in every step"
+            )

@@ -1,0 +1,396 @@
+"""The engine: schedule -> propose -> score -> verify -> commit."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specpaged.batch import RaggedRow, pack
+from specpaged.config import EngineConfig
+from specpaged.drafting.base import Drafter, DraftOutput, DraftRow
+from specpaged.metrics import EngineMetrics
+from specpaged.modeling.model_runner import ModelRunner
+from specpaged.outputs import RequestOutput
+from specpaged.paging.block_allocator import BlockAllocator
+from specpaged.paging.page_table import DRAFT, TARGET, PageTable
+from specpaged.paging.prefix_cache import PrefixCache
+from specpaged.request import Request, validate_request
+from specpaged.sampling.batch import SamplingBatch, SamplingRequest
+from specpaged.sampling.logprobs import token_logprobs
+from specpaged.sampling_params import SamplingParams, bad_words_token_ids
+from specpaged.scheduling.base import ScheduledSequence, ScheduledStep
+from specpaged.scheduling.continuous import ContinuousScheduler
+from specpaged.sequence import Sequence
+from specpaged.stopping import StopChecker
+from specpaged.verification.base import VerifyOutput, get_verifier
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What the engine knows of tokens: how many, which ones end a text, and how to read them (if it does)."""
+
+    size: int
+    eos_token_ids: tuple[int, ...]
+    tokenizer: object | None
+
+
+class Engine:
+    """Runs requests to their end, step by step, over a target and (with speculation) a drafter.
+
+    Blocks belong to this engine's allocator; models, drafter and verifier get page tables, lengths and tokens
+    as values. `config.max_model_len` is resolved (an int).
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        vocabulary: Vocabulary,
+        target: ModelRunner,
+        draft: ModelRunner | None = None,
+        drafter: Drafter | None = None,
+    ):
+        self.config = config
+        self.vocabulary = vocabulary
+        self.target = target
+        self.draft = draft
+        self.drafter = drafter
+        self.metrics = EngineMetrics()
+        speculative = config.speculative_config if drafter is not None else None
+        self.max_num_drafts = speculative.max_num_drafts if speculative else 0
+        self.num_pools = 2 if draft is not None else 1
+        self.verifier = get_verifier(speculative.verification if speculative else "coupled")
+        self.allocator = BlockAllocator(target.kv_cache.num_blocks)
+        self.prefix_cache = (
+            PrefixCache(self.allocator, config.block_size) if config.enable_prefix_caching else None
+        )
+        self.scheduler = ContinuousScheduler(
+            self.allocator,
+            block_size=config.block_size,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=config.max_model_len,
+            speculative_config=speculative,
+            prefix_cache=self.prefix_cache,
+        )
+        self.requests: dict[str, Request] = {}
+        self._num_requests_seen = 0
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: SequenceOf[int],
+        params: SamplingParams,
+        prompt: str | None = None,
+    ) -> None:
+        """Queue a request. Nothing is queued if this raises.
+
+        Raises:
+            ValueError: naming the argument, its value and what is allowed.
+        """
+        if request_id in self.requests:
+            raise ValueError(f"request_id={request_id!r} is in use; allowed: an id that no running request has")
+        validate_request(
+            prompt_token_ids,
+            params,
+            vocab_size=self.vocabulary.size,
+            has_tokenizer=self.vocabulary.tokenizer is not None,
+            max_model_len=self.config.max_model_len,
+            max_num_drafts=self.max_num_drafts,
+            verification=self.verifier.name,
+        )
+        seed = params.seed if params.seed is not None else self._derive_seed()
+        max_drafts = (params.extra_args or {}).get("num_speculative_tokens", self.max_num_drafts)
+        max_drafts = min(max_drafts, self.max_num_drafts)
+        stop_ids = tuple(sorted({*self.vocabulary.eos_token_ids, *params.stop_token_ids}))
+        bad_words = bad_words_token_ids(params, self.vocabulary.tokenizer) if params.bad_words else ()
+        sequences = []
+        for child in range(params.n):
+            # A request that never drafts needs no draft KV: its page table has one pool.
+            table = PageTable(self.allocator, self.config.block_size, self.num_pools if max_drafts else 1)
+            sequence = Sequence(
+                request_id, list(prompt_token_ids), params, seed + child, table, max_drafts, child_idx=child
+            )
+            sequence.sampling_request = SamplingRequest(
+                params=params,
+                seed=seed + child,
+                prompt_token_ids=sequence.prompt_token_ids,
+                output_token_ids=sequence.output_token_ids,
+                stop_ids=stop_ids,
+                bad_words_ids=bad_words,
+            )
+            sequence.stop_checker = StopChecker(
+                params,
+                self.vocabulary.eos_token_ids,
+                self.vocabulary.tokenizer,
+                max_output_tokens=self.config.max_model_len - len(prompt_token_ids),
+            )
+            sequence.fork_source = sequences[0] if sequences else None
+            sequences.append(sequence)
+        self.requests[request_id] = Request(request_id, prompt, sequences)
+        self.metrics.prompt_tokens += len(prompt_token_ids)
+        for sequence in sequences:
+            self.scheduler.add(sequence)
+
+    def abort_request(self, request_id: str) -> RequestOutput | None:
+        """End a request now and free its blocks; its output so far, or None if no such request runs."""
+        request = self.requests.pop(request_id, None)
+        if request is None:
+            return None
+        for sequence in request.sequences:
+            if not sequence.is_finished:
+                self._finish(sequence, "abort")
+        return request.output(self.vocabulary.tokenizer)
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        """Whether another step would do anything."""
+        return len(self.scheduler) > 0
+
+    @torch.inference_mode()
+    def step(self) -> list[RequestOutput]:
+        """Run one step; the outputs of the requests that ended in it."""
+        stage = self.metrics.stage
+        with stage("schedule"):
+            scheduled = self.scheduler.schedule()
+            self._copy_forks(scheduled)
+            sampling = SamplingBatch(
+                [entry.sequence.sampling_request for entry in scheduled.entries if entry.samples],
+                self.vocabulary.size,
+                self.target.model.device,
+            )
+        if not scheduled.entries:
+            return []
+        with stage("propose"):
+            draft = self._propose(scheduled, sampling)
+        with stage("score"):
+            logits, prompt_logits = self._score(scheduled, draft)
+        with stage("verify"):
+            verified = self.verifier.verify(logits, draft, sampling)
+        with stage("commit"):
+            return self._commit(scheduled, draft, verified, prompt_logits)
+
+    def check_integrity(self) -> None:
+        """Free + held == total, and every block held is held by a sequence of this engine."""
+        self.scheduler.check_integrity()
+        if self.prefix_cache is not None:
+            self.prefix_cache.check_integrity()
+
+    def _derive_seed(self) -> int:
+        text = f"{self.config.seed}/{self._num_requests_seen}".encode()
+        self._num_requests_seen += 1
+        return int.from_bytes(hashlib.blake2b(text, digest_size=6).digest(), "little")
+
+    def _copy_forks(self, scheduled: ScheduledStep) -> None:
+        if scheduled.forks:
+            for runner in (self.target, self.draft):
+                if runner is not None:
+                    self.metrics.fork_copied_bytes += runner.kv_cache.copy_blocks(scheduled.forks)
+
+    def _propose(self, scheduled: ScheduledStep, sampling: SamplingBatch) -> DraftOutput:
+        num_requests = sum(entry.samples for entry in scheduled.entries)
+        if self.drafter is None:
+            return DraftOutput.empty(num_requests)
+        rows, request_idx = [], 0
+        for entry in scheduled.entries:
+            row = _draft_row(entry, request_idx)
+            request_idx += entry.samples
+            if row is not None:
+                rows.append(row)
+        return self.drafter.propose(rows, sampling, num_requests) if rows else DraftOutput.empty(num_requests)
+
+    def _score(self, scheduled: ScheduledStep, draft: DraftOutput) -> tuple[Tensor, dict[Sequence, Tensor]]:
+        """Target logits of the rows to verify [M, V], and those of the prompt tokens that asked for them."""
+        rows, drafts = [], iter(draft.token_ids)
+        for entry in scheduled.entries:
+            sequence, start = entry.sequence, entry.context_len
+            token_ids = sequence.token_ids[start : start + entry.num_new_tokens]
+            num_logits = 0
+            if entry.samples:
+                draft_token_ids = next(drafts)
+                token_ids += draft_token_ids
+                num_logits = len(draft_token_ids) + 1
+            if _wants_prompt_logits(entry):
+                num_logits = len(token_ids)
+            rows.append(RaggedRow(token_ids, start, sequence.page_table.blocks, num_logits))
+        logits = self.target.forward(pack(rows, self.config.block_size, self.target.model.device))
+        logits = logits[:, : self.vocabulary.size]
+        if not any(_wants_prompt_logits(entry) for entry in scheduled.entries):
+            return logits, {}
+        verify_logits, prompt_logits, drafts = [], {}, iter(draft.token_ids)
+        for entry, row, part in zip(
+            scheduled.entries, rows, logits.split([row.num_logits for row in rows]), strict=True
+        ):
+            num_verify = len(next(drafts)) + 1 if entry.samples else 0
+            verify_logits.append(part[row.num_logits - num_verify :])
+            if _wants_prompt_logits(entry):
+                # The logits of prompt token i speak of token i + 1; the last one's are the first output's.
+                first = _num_prompt_logprobs(entry.sequence) - 1 - entry.context_len
+                last = entry.sequence.num_prompt_tokens - 1 - entry.context_len
+                prompt_logits[entry.sequence] = part[first:last]
+        return torch.cat(verify_logits), prompt_logits
+
+    def _commit(
+        self,
+        scheduled: ScheduledStep,
+        draft: DraftOutput,
+        verified: VerifyOutput,
+        prompt_logits: dict[Sequence, Tensor],
+    ) -> list[RequestOutput]:
+        """Append what was verified, truncate both pools behind it, end what has ended."""
+        metrics = self.metrics
+        num_drafted = [len(token_ids) for token_ids in draft.token_ids]
+        metrics.steps += 1
+        metrics.unverified_kv_tokens = sum(num_drafted)
+        metrics.peak_unverified_kv_tokens = max(metrics.peak_unverified_kv_tokens, sum(num_drafted))
+        metrics.blocks_in_use = self.allocator.num_held
+        metrics.peak_blocks_in_use = max(metrics.peak_blocks_in_use, self.allocator.num_held)
+        finished: list[Sequence] = []
+        rollbacks: list[tuple[Sequence, int, int, int]] = []
+        i = 0
+        for entry in scheduled.entries:
+            sequence = entry.sequence
+            if sequence in prompt_logits:
+                self._record_prompt_logprobs(entry, prompt_logits[sequence])
+            num_known = entry.context_len + entry.num_new_tokens
+            if not entry.samples:
+                sequence.page_table.advance(TARGET, entry.num_new_tokens)
+                _advance_draft(sequence.page_table, num_known)
+                continue
+            k, num_accepted = num_drafted[i], verified.num_accepted[i]
+            sequence.counters.rounds += 1
+            if k:
+                sequence.counters.record_draft(k, num_accepted)
+                metrics.record_draft(k, num_accepted)
+            if verified.failed[i]:
+                sequence.error = (
+                    f"request {sequence.request_id!r}: the logits of output token "
+                    f"{len(sequence.output_token_ids)} hold NaN or allow no token"
+                )
+                finished.append(sequence)
+                i += 1
+                continue
+            num_emitted = self._append(sequence, verified.token_ids[i], verified.logprobs[i])
+            if sequence.finish_reason is not None:
+                finished.append(sequence)
+            sequence.page_table.advance(TARGET, entry.num_new_tokens + k)
+            if k:
+                _advance_draft(sequence.page_table, num_known + k - 1)
+                rollbacks.append((sequence, num_known, k, min(num_accepted, num_emitted)))
+            i += 1
+        self._roll_back(rollbacks)
+        for entry in scheduled.entries:
+            if self.prefix_cache is not None and entry.sequence.error is None:
+                self._publish(entry.sequence)
+        for sequence in finished:
+            self._finish(sequence, sequence.finish_reason or "error")
+        metrics.preemptions = self.scheduler.num_preemptions
+        runners = [runner for runner in (self.target, self.draft) if runner is not None]
+        metrics.gathered_bytes = sum(runner.gathered_bytes for runner in runners)
+        metrics.filler_rows = sum(runner.filler_rows for runner in runners)
+        return self._collect(finished)
+
+    def _append(self, sequence: Sequence, token_ids: SequenceOf[int], logprobs: list | None) -> int:
+        """Emit verified tokens up to a stop; how many were emitted."""
+        num_emitted = 0
+        for position, token_id in enumerate(token_ids):
+            sequence.append(token_id)
+            num_emitted += 1
+            if logprobs is not None:
+                if sequence.logprobs is None:
+                    sequence.logprobs = []
+                sequence.logprobs.append(logprobs[position])
+            finish_reason = sequence.stop_checker.append(token_id)
+            if finish_reason is not None:
+                sequence.finish_reason = finish_reason
+                sequence.stop_reason = sequence.stop_checker.stop_reason
+                break
+        self.metrics.emitted_tokens += num_emitted
+        return num_emitted
+
+    def _roll_back(self, rollbacks: SequenceOf[tuple[Sequence, int, int, int]]) -> None:
+        """Truncate both pools of each (sequence, T known tokens, K drafts, a of them kept).
+
+            target wrote    T + K       keeps T + a            (the new bonus token has no KV yet)
+            draft wrote     T + K - 1   keeps T + min(a, K-1)  (d_K was never run)
+        """
+        start = time.perf_counter()
+        num_tokens = num_blocks = num_rollbacks = 0
+        for sequence, num_known, k, kept in rollbacks:
+            if kept == k:
+                continue
+            table = sequence.page_table
+            num_blocks += table.truncate(TARGET, num_known + kept)
+            if len(table.context_lens) > DRAFT:
+                num_blocks += table.truncate(DRAFT, num_known + min(kept, k - 1))
+            num_tokens += k - kept
+            num_rollbacks += 1
+        metrics = self.metrics
+        metrics.rollbacks += num_rollbacks
+        metrics.rolled_back_tokens += num_tokens
+        metrics.rollback_blocks_freed += num_blocks
+        metrics.rollback_seconds += time.perf_counter() - start
+
+    def _publish(self, sequence: Sequence) -> None:
+        """Offer the sequence's full blocks to the prefix cache, if every pool holds their KV."""
+        if len(sequence.page_table.context_lens) == self.num_pools:
+            self.prefix_cache.publish(sequence.page_table, sequence.token_ids)
+
+    def _record_prompt_logprobs(self, entry: ScheduledSequence, logits: Tensor) -> None:
+        sequence, first = entry.sequence, _num_prompt_logprobs(entry.sequence)
+        if sequence.prompt_logprobs is None:
+            sequence.prompt_logprobs = [None]
+        targets = sequence.token_ids[first : first + logits.shape[0]]
+        sequence.prompt_logprobs.extend(token_logprobs(logits, targets, sequence.params.prompt_logprobs))
+
+    def _finish(self, sequence: Sequence, reason: str) -> None:
+        sequence.finish_reason = reason
+        self.scheduler.finish(sequence)
+
+    def _collect(self, finished: SequenceOf[Sequence]) -> list[RequestOutput]:
+        """Outputs of the requests whose last sequence has just ended."""
+        outputs = []
+        for request_id in dict.fromkeys(sequence.request_id for sequence in finished):
+            request = self.requests[request_id]
+            if request.is_finished:
+                del self.requests[request_id]
+                outputs.append(request.output(self.vocabulary.tokenizer))
+        return outputs
+
+
+def _draft_row(entry: ScheduledSequence, request_idx: int) -> DraftRow | None:
+    """What the drafter has to do for a scheduled sequence; None if nothing.
+
+    It follows every prefill chunk. A sequence that samples without drafts (K = 0 in this step) is left
+    behind, and caught up with by its next draft.
+    """
+    sequence = entry.sequence
+    table = sequence.page_table
+    if len(table.context_lens) <= DRAFT or (entry.samples and entry.num_draft_tokens == 0):
+        return None
+    start = table.context_lens[DRAFT]
+    token_ids = sequence.token_ids[start : entry.context_len + entry.num_new_tokens]
+    return DraftRow(token_ids, start, table.blocks, entry.num_draft_tokens, request_idx)
+
+
+def _advance_draft(table: PageTable, num_tokens: int) -> None:
+    if len(table.context_lens) > DRAFT and num_tokens > table.context_lens[DRAFT]:
+        table.advance(DRAFT, num_tokens - table.context_lens[DRAFT])
+
+
+def _wants_prompt_logits(entry: ScheduledSequence) -> bool:
+    """Whether this chunk runs the first prompt token whose successor's log-probability is still unknown."""
+    sequence = entry.sequence
+    if sequence.params.prompt_logprobs is None or sequence.child_idx > 0:
+        return False
+    first = _num_prompt_logprobs(sequence) - 1
+    return first < sequence.num_prompt_tokens - 1 and 0 <= first - entry.context_len < entry.num_new_tokens
+
+
+def _num_prompt_logprobs(sequence: Sequence) -> int:
+    """Prompt tokens whose log-probability is known; the first one's is None by definition."""
+    return len(sequence.prompt_logprobs or (None,))

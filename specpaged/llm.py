@@ -1,0 +1,261 @@
+"""LLM: prompts in, completions out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from specpaged.config import EMBEDDED_DRAFT, EMBEDDED_TARGET, EngineConfig, SpeculativeConfig
+from specpaged.drafting.draft_model import DraftModelDrafter
+from specpaged.engine import Engine, Vocabulary
+from specpaged.modeling.loading import LoadedModel, load_model, load_tokenizer
+from specpaged.modeling.model_runner import ModelRunner
+from specpaged.outputs import RequestMetrics, RequestOutput
+from specpaged.paging.kv_cache import PagedKVCache
+from specpaged.report import StartupReport
+from specpaged.sampling_params import SamplingParams
+
+logger = logging.getLogger("specpaged")
+
+Prompt = str | Mapping[str, Any]
+
+DEFAULT_CPU_KV_BYTES = 1 << 30
+GPU_KV_FRACTION = 0.8
+
+
+class LLM:
+    """A model, its draft if it has one, and the engine that runs them.
+
+    Without `model` the embedded pair is loaded, and drafts 5 tokens unless `speculative_config` says otherwise.
+    `model` and `speculative_config["model"]` are local paths or hub ids. See EngineConfig and
+    SpeculativeConfig for the rest.
+
+    Raises:
+        ValueError: a bad argument, a checkpoint that cannot be loaded or served, a pair whose vocabularies
+            differ; the message names the argument, its value and what is allowed.
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        speculative_config: Mapping[str, Any] | SpeculativeConfig | None = None,
+        **engine_arguments: Any,
+    ):
+        config = _engine_config(model, speculative_config, engine_arguments)
+        speculative = config.speculative_config
+        target = load_model(
+            config.model,
+            dtype=config.dtype,
+            device=config.device,
+            trust_remote_code=config.trust_remote_code,
+            max_model_len=config.max_model_len,
+            numerics=config.numerics,
+        )
+        self.tokenizer = load_tokenizer(config.model, config.trust_remote_code)
+        vocab_size = target.vocab_size if self.tokenizer is None else min(target.vocab_size, len(self.tokenizer))
+        config = replace(config, max_model_len=target.max_model_len)
+        draft = None
+        if speculative is not None and speculative.max_num_drafts > 0:
+            draft = self._load_draft(config, target)
+            vocab_size = min(vocab_size, draft.vocab_size)
+        num_blocks = _num_blocks(config, [m for m in (target, draft) if m is not None])
+
+        def runner(loaded: LoadedModel) -> ModelRunner:
+            cache = PagedKVCache(loaded.kv_spec, num_blocks, config.block_size, loaded.dtype, loaded.device)
+            return ModelRunner(loaded, cache)
+
+        target_runner = runner(target)
+        draft_runner = drafter = None
+        if draft is not None:
+            draft_runner = runner(draft)
+            drafter = DraftModelDrafter(
+                draft_runner,
+                vocab_size,
+                config.max_num_batched_tokens,
+                with_probs=speculative.verification == "rejection",
+            )
+        vocabulary = Vocabulary(vocab_size, target.eos_token_ids, self.tokenizer)
+        self.config = config
+        self.engine = Engine(config, vocabulary, target_runner, draft_runner, drafter)
+        self.report = StartupReport.of(config, target_runner, draft_runner)
+        logger.info("%s", self.report)
+        self._num_requests = 0
+
+    def _load_draft(self, config: EngineConfig, target: LoadedModel) -> LoadedModel:
+        speculative = config.speculative_config
+        draft = load_model(
+            speculative.model,
+            dtype=str(target.dtype).removeprefix("torch."),
+            device=config.device,
+            trust_remote_code=config.trust_remote_code,
+            max_model_len=config.max_model_len,
+            numerics=speculative.numerics,
+        )
+        draft_tokenizer = load_tokenizer(speculative.model, config.trust_remote_code)
+        if self.tokenizer is not None and draft_tokenizer is not None:
+            same = self.tokenizer.get_vocab() == draft_tokenizer.get_vocab()
+            sizes = f"{len(draft_tokenizer)} and {len(self.tokenizer)} tokens"
+        else:
+            same = draft.vocab_size == target.vocab_size
+            sizes = f"{draft.vocab_size} and {target.vocab_size} embedding rows"
+        if not same:
+            raise ValueError(
+                f"speculative_config['model']={speculative.model!r} has another vocabulary than "
+                f"model={config.model!r} ({sizes}); allowed: a draft with the target's own tokenizer"
+            )
+        return draft
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete the prompts: strings or {"prompt_token_ids": [...]}; outputs come in their order.
+
+        One SamplingParams serves all prompts; a list needs one for each. A request that is refused or fails
+        among several comes back with `error` set and no tokens, and the others complete; alone, it raises.
+
+        Raises:
+            ValueError: as said, or lists of different lengths.
+        """
+        if isinstance(prompts, str | Mapping):
+            prompts = [prompts]
+        if sampling_params is None:
+            sampling_params = SamplingParams()
+        if isinstance(sampling_params, SamplingParams):
+            sampling_params = [sampling_params] * len(prompts)
+        if len(sampling_params) != len(prompts):
+            raise ValueError(
+                f"sampling_params has {len(sampling_params)} entries for {len(prompts)} prompts; "
+                "allowed: one SamplingParams, or a list of one for each prompt"
+            )
+        outputs: dict[str, RequestOutput] = {}
+        request_ids = []
+        for prompt, params in zip(prompts, sampling_params, strict=True):
+            request_id = str(self._num_requests)
+            self._num_requests += 1
+            request_ids.append(request_id)
+            try:
+                text, token_ids = self._encode(prompt)
+                self.engine.add_request(request_id, token_ids, params, text)
+            except ValueError as error:
+                if len(prompts) == 1:
+                    raise
+                outputs[request_id] = _refused(request_id, prompt, str(error))
+        try:
+            self._run(outputs, len(prompts), use_tqdm)
+        except BaseException:
+            for request_id in request_ids:
+                self.engine.abort_request(request_id)
+            raise
+        failed = outputs[request_ids[0]].error if len(prompts) == 1 else None
+        if failed:
+            raise ValueError(failed)
+        return [outputs[request_id] for request_id in request_ids]
+
+    @property
+    def metrics(self) -> Any:
+        """The engine's counters (EngineMetrics)."""
+        return self.engine.metrics
+
+    def _run(self, outputs: dict[str, RequestOutput], num_prompts: int, use_tqdm: bool) -> None:
+        start = self.engine.metrics.emitted_tokens
+        with tqdm(total=num_prompts, initial=len(outputs), disable=not use_tqdm, unit="prompt") as bar:
+            while self.engine.has_unfinished_requests:
+                finished = self.engine.step()
+                if not finished:
+                    continue
+                outputs.update((output.request_id, output) for output in finished)
+                elapsed = bar.format_dict["elapsed"] or 1e-9
+                bar.set_postfix_str(f"{(self.engine.metrics.emitted_tokens - start) / elapsed:.0f} tokens/s", False)
+                bar.update(len(finished))
+        self.engine.check_integrity()
+
+    def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError(
+                    f"prompt={prompt[:40]!r} is text, but model={self.config.model!r} has no tokenizer; "
+                    "allowed: {'prompt_token_ids': [...]}"
+                )
+            return prompt, self.tokenizer.encode(prompt)
+        if isinstance(prompt, Mapping) and "prompt_token_ids" in prompt:
+            return prompt.get("prompt"), list(prompt["prompt_token_ids"])
+        raise ValueError(f"prompt={prompt!r} must be a string or {{'prompt_token_ids': [...]}}")
+
+
+def _refused(request_id: str, prompt: Prompt, error: str) -> RequestOutput:
+    text = prompt if isinstance(prompt, str) else None
+    return RequestOutput(
+        request_id, text, [], None, outputs=[], finished=True, metrics=RequestMetrics(), error=error
+    )
+
+
+def _engine_config(
+    model: str | None,
+    speculative_config: Mapping[str, Any] | SpeculativeConfig | None,
+    engine_arguments: Mapping[str, Any],
+) -> EngineConfig:
+    embedded = model is None or str(model) == EMBEDDED_TARGET
+    if speculative_config is None and model is None:
+        speculative_config = SpeculativeConfig()
+    if isinstance(speculative_config, Mapping):
+        speculative_config = SpeculativeConfig.from_mapping(speculative_config)
+    if speculative_config is not None and speculative_config.model is None:
+        if not embedded and speculative_config.max_num_drafts > 0:
+            raise ValueError(
+                "speculative_config['model']=None: a draft model is needed beside "
+                f"model={str(model)!r}; allowed: a local path or hub id"
+            )
+        speculative_config = replace(speculative_config, model=EMBEDDED_DRAFT)
+    allowed = [name for name in EngineConfig.__dataclass_fields__ if name not in ("model", "speculative_config")]
+    for name in engine_arguments:
+        if name not in allowed:
+            raise ValueError(f"LLM() has no argument {name!r}; allowed: model, speculative_config, {', '.join(allowed)}")
+    return EngineConfig(
+        model=EMBEDDED_TARGET if model is None else str(model),
+        speculative_config=speculative_config,
+        **engine_arguments,
+    )
+
+
+def _num_blocks(config: EngineConfig, models: Sequence[LoadedModel]) -> int:
+    """Blocks that the KV memory holds, one block taking its bytes in the pools of all models."""
+    bytes_per_token = sum(model.kv_bytes_per_token for model in models)
+    block_bytes = bytes_per_token * config.block_size
+    blocks_per_sequence = -(-config.max_model_len // config.block_size)
+    memory = config.kv_cache_memory_bytes
+    if memory is None:
+        if torch.device(config.device).type == "cuda":
+            memory = int(torch.cuda.mem_get_info(config.device)[0] * GPU_KV_FRACTION)
+        else:
+            memory = DEFAULT_CPU_KV_BYTES
+        memory = min(memory, config.max_num_seqs * blocks_per_sequence * block_bytes)
+    num_blocks = memory // block_bytes
+    max_num_drafts = config.speculative_config.max_num_drafts if config.speculative_config else 0
+    if num_blocks * config.block_size < max_num_drafts + 2:
+        raise ValueError(
+            f"speculative_config['num_speculative_tokens']={max_num_drafts} needs KV for {max_num_drafts + 2} tokens "
+            f"of a sequence; kv_cache_memory_bytes={memory} holds {num_blocks * config.block_size} "
+            f"({bytes_per_token} bytes per token, block_size {config.block_size})"
+        )
+    if max_num_drafts + 2 > config.max_model_len:
+        raise ValueError(
+            f"speculative_config['num_speculative_tokens']={max_num_drafts} must be at most "
+            f"max_model_len - 2 = {config.max_model_len - 2}"
+        )
+    if num_blocks < blocks_per_sequence:
+        raise ValueError(
+            f"kv_cache_memory_bytes={memory} holds {num_blocks} blocks = {num_blocks * config.block_size} tokens; "
+            f"allowed: at least one sequence of max_model_len={config.max_model_len}, that is "
+            f"{blocks_per_sequence * block_bytes} bytes, or a smaller max_model_len"
+        )
+    return num_blocks

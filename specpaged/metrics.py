@@ -1,0 +1,72 @@
+"""Counters of an engine. No printing, no device synchronisation."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+
+STAGES = ("schedule", "propose", "score", "verify", "commit")
+
+
+@dataclass
+class EngineMetrics:
+    """Totals since the engine started; the two gauges (in use, unverified) are of the last step.
+
+    Unverified KV tokens are those that a target pass wrote for drafts: the memory that speculation holds
+    between scoring and commit. Rollback covers both pools; its seconds include the allocator's work.
+    """
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    emitted_tokens: int = 0
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    accepted_per_position: list[int] = field(default_factory=list)
+    preemptions: int = 0
+    rollbacks: int = 0
+    rolled_back_tokens: int = 0
+    rollback_blocks_freed: int = 0
+    rollback_seconds: float = 0.0
+    unverified_kv_tokens: int = 0
+    peak_unverified_kv_tokens: int = 0
+    blocks_in_use: int = 0
+    peak_blocks_in_use: int = 0
+    gathered_bytes: int = 0
+    fork_copied_bytes: int = 0
+    filler_rows: int = 0
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Accepted / verified draft tokens; None where nothing was drafted."""
+        return self.accepted_tokens / self.draft_tokens if self.draft_tokens else None
+
+    @property
+    def mean_acceptance_length(self) -> float | None:
+        """1 + accepted / drafts (vLLM's definition); None where nothing was drafted."""
+        return 1 + self.accepted_tokens / self.drafts if self.drafts else None
+
+    def record_draft(self, num_draft_tokens: int, num_accepted: int) -> None:
+        """One verified draft of at least one token."""
+        self.drafts += 1
+        self.draft_tokens += num_draft_tokens
+        self.accepted_tokens += num_accepted
+        per_position = self.accepted_per_position
+        per_position.extend([0] * (num_draft_tokens - len(per_position)))
+        for position in range(num_accepted):
+            per_position[position] += 1
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Add the wall time of a block to a stage."""
+        start = time.perf_counter()
+        yield
+        self.seconds[name] += time.perf_counter() - start
+
+    def as_dict(self) -> dict:
+        """Plain data, with the derived rates."""
+        rates = {"acceptance_rate": self.acceptance_rate, "mean_acceptance_length": self.mean_acceptance_length}
+        return asdict(self) | rates

@@ -1,0 +1,84 @@
+"""The start-up report: what was loaded, what it costs, and which numerics hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from specpaged.config import EngineConfig
+from specpaged.modeling.model_runner import ModelRunner
+
+
+def human_bytes(num_bytes: float) -> str:
+    """1536 -> '1.5 KiB'."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024 or unit == "GiB":
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    raise AssertionError("unreachable")
+
+
+@dataclass(frozen=True)
+class ModelReport:
+    """One model's share of memory and its numerics."""
+
+    role: str
+    architecture: str
+    num_parameters: int
+    weight_bytes: int
+    kv_bytes_per_token: int
+    dtype: str
+    numerics: str
+
+    @classmethod
+    def of(cls, role: str, runner: ModelRunner) -> ModelReport:
+        """The report of a loaded model."""
+        model = runner.model
+        return cls(
+            role,
+            model.architecture,
+            model.num_parameters,
+            model.weight_bytes,
+            runner.kv_cache.bytes_per_token,
+            str(model.dtype).removeprefix("torch."),
+            model.numerics_scheme,
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"{self.role:<7}{self.architecture}, {self.num_parameters / 1e6:.2f} M parameters, {self.dtype}, "
+            f"weights {human_bytes(self.weight_bytes)}, KV {human_bytes(self.kv_bytes_per_token)} per token\n"
+            f"       numerics {self.numerics}"
+        )
+
+
+@dataclass(frozen=True)
+class StartupReport:
+    """What an engine starts with."""
+
+    models: tuple[ModelReport, ...]
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+
+    @classmethod
+    def of(cls, config: EngineConfig, target: ModelRunner, draft: ModelRunner | None) -> StartupReport:
+        """The report of an engine's parts."""
+        models = [ModelReport.of("target", target)]
+        if draft is not None:
+            models.append(ModelReport.of("draft", draft))
+        return cls(tuple(models), target.kv_cache.num_blocks, config.block_size, config.max_model_len)
+
+    @property
+    def num_full_sequences(self) -> int:
+        """How many sequences of max_model_len fit into the pool at once."""
+        return self.num_blocks // -(-self.max_model_len // self.block_size)
+
+    def __str__(self) -> str:
+        kv_bytes = sum(m.kv_bytes_per_token for m in self.models) * self.num_blocks * self.block_size
+        return "\n".join(
+            [
+                *map(str, self.models),
+                f"KV     {self.num_blocks} blocks of {self.block_size} tokens, {human_bytes(kv_bytes)}: "
+                f"{self.num_full_sequences} sequences of {self.max_model_len} tokens",
+            ]
+        )

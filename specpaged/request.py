@@ -1,0 +1,132 @@
+"""A request: one prompt, one or more sequences, one output. Ints only, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import Any
+
+from specpaged.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from specpaged.sampling_params import SamplingParams, validate_for_model
+from specpaged.sequence import Sequence
+
+
+def validate_request(
+    prompt_token_ids: SequenceOf[int],
+    params: SamplingParams,
+    *,
+    vocab_size: int,
+    has_tokenizer: bool,
+    max_model_len: int,
+    max_num_drafts: int,
+    verification: str,
+) -> None:
+    """Raise ValueError, naming the argument, its value and what is allowed, for what cannot be served."""
+    if not isinstance(params, SamplingParams):
+        raise ValueError(f"params={params!r} must be a SamplingParams")
+    if len(prompt_token_ids) == 0:
+        raise ValueError("prompt is empty; allowed: at least one token")
+    if len(prompt_token_ids) >= max_model_len:
+        raise ValueError(
+            f"prompt has {len(prompt_token_ids)} tokens; allowed: fewer than max_model_len={max_model_len}, "
+            "so that at least one token can be generated"
+        )
+    for position, token_id in enumerate(prompt_token_ids):
+        if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < vocab_size:
+            raise ValueError(
+                f"prompt_token_ids[{position}]={token_id!r} is out of range; allowed: ints in [0, {vocab_size})"
+            )
+    if verification == "greedy" and params.temperature > 0:
+        raise ValueError(
+            f"temperature={params.temperature} needs speculative_config['verification'] 'coupled' or "
+            "'rejection'; 'greedy' allows temperature 0 only"
+        )
+    k = (params.extra_args or {}).get("num_speculative_tokens", 0)
+    if max_num_drafts and k > max_num_drafts:
+        raise ValueError(
+            f"extra_args['num_speculative_tokens']={k} is more than the engine drafts; "
+            f"allowed: 0 to {max_num_drafts}"
+        )
+    validate_for_model(params, vocab_size, has_tokenizer)
+
+
+@dataclass
+class Request:
+    """The `n` sequences of one prompt."""
+
+    request_id: str
+    prompt: str | None
+    sequences: list[Sequence]
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all sequences have ended."""
+        return all(sequence.is_finished for sequence in self.sequences)
+
+    def output(self, tokenizer: Any) -> RequestOutput:
+        """The request as its user sees it, finished or not."""
+        first = self.sequences[0]
+        errors = [sequence.error for sequence in self.sequences if sequence.error]
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=first.prompt_token_ids,
+            prompt_logprobs=_prompt_logprobs(first, tokenizer),
+            outputs=[_completion(sequence, tokenizer) for sequence in self.sequences],
+            finished=self.is_finished,
+            metrics=_metrics(self.sequences),
+            error=errors[0] if errors else None,
+        )
+
+
+def _completion(sequence: Sequence, tokenizer: Any) -> CompletionOutput:
+    logprobs = cumulative = None
+    if sequence.params.logprobs is not None:
+        rows = sequence.logprobs or []
+        logprobs = [_as_dict(row, tokenizer) for row in rows]
+        cumulative = sum(row.logprob for row in rows)
+    return CompletionOutput(
+        index=sequence.child_idx,
+        text=sequence.stop_checker.text,
+        token_ids=list(sequence.output_token_ids),
+        cumulative_logprob=cumulative,
+        logprobs=logprobs,
+        finish_reason=sequence.finish_reason,
+        stop_reason=sequence.stop_reason,
+        seed=sequence.seed,
+    )
+
+
+def _prompt_logprobs(sequence: Sequence, tokenizer: Any) -> list[dict[int, Logprob] | None] | None:
+    if sequence.params.prompt_logprobs is None:
+        return None
+    rows = sequence.prompt_logprobs or [None]
+    return [None if row is None else _as_dict(row, tokenizer) for row in rows]
+
+
+def _as_dict(row: Any, tokenizer: Any) -> dict[int, Logprob]:
+    """vLLM's shape: the token itself first, then the most likely ones in order."""
+
+    def decoded(token_id: int) -> str | None:
+        return None if tokenizer is None else tokenizer.decode([token_id])
+
+    entries = {row.token_id: Logprob(row.logprob, row.rank, decoded(row.token_id))}
+    for rank, (token_id, logprob) in enumerate(row.top, start=1):
+        entries.setdefault(token_id, Logprob(logprob, rank, decoded(token_id)))
+    return entries
+
+
+def _metrics(sequences: SequenceOf[Sequence]) -> RequestMetrics:
+    total = RequestMetrics()
+    for counters in (sequence.counters for sequence in sequences):
+        total.rounds += counters.rounds
+        total.drafts += counters.drafts
+        total.draft_tokens += counters.draft_tokens
+        total.accepted_tokens += counters.accepted_tokens
+        total.preemptions += counters.preemptions
+        total.cached_prompt_tokens += counters.cached_prompt_tokens
+        histogram = total.acceptance_histogram
+        histogram.extend([0] * (len(counters.acceptance_histogram) - len(histogram)))
+        for accepted, count in enumerate(counters.acceptance_histogram):
+            histogram[accepted] += count
+    return total

@@ -1,0 +1,214 @@
+"""Continuous batching: every step takes whoever can run."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+from specpaged.config import SpeculativeConfig
+from specpaged.paging.block_allocator import BlockAllocator, OutOfBlocksError
+from specpaged.paging.page_table import TARGET, PageTable
+from specpaged.paging.prefix_cache import PrefixCache
+from specpaged.scheduling.base import ScheduledSequence, ScheduledStep
+from specpaged.sequence import Sequence, SequenceStatus
+
+
+class ContinuousScheduler:
+    """First come, first served, with a token budget, chunked prefill and preemption by recomputation.
+
+    A step is put together in three passes. Running sequences first: each needs KV slots for its known tokens,
+    and when the pool is out of blocks the youngest running sequence gives all of its back and waits at the
+    front of the queue, to be recomputed later. Then waiting ones are admitted while sequences, token budget
+    and free blocks allow. Drafts come last and take only what is left: speculation never preempts anybody.
+    """
+
+    def __init__(
+        self,
+        allocator: BlockAllocator,
+        *,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        speculative_config: SpeculativeConfig | None,
+        prefix_cache: PrefixCache | None,
+    ):
+        self.allocator = allocator
+        self.block_size = block_size
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_model_len = max_model_len
+        self.speculative_config = speculative_config
+        self.prefix_cache = prefix_cache
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []  # in order of admission
+        self.num_preemptions = 0
+
+    def __len__(self) -> int:
+        return len(self.waiting) + len(self.running)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        yield from self.running
+        yield from self.waiting
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a new sequence. Its whole length must fit into the pool (the engine checks that)."""
+        self.waiting.append(sequence)
+
+    def finish(self, sequence: Sequence) -> None:
+        """Take a sequence out, running or waiting, and free its pages."""
+        if sequence.status is SequenceStatus.RUNNING:
+            self.running.remove(sequence)
+        else:
+            self.waiting.remove(sequence)
+        sequence.status = SequenceStatus.FINISHED
+        sequence.page_table.free()
+
+    def schedule(self) -> ScheduledStep:
+        """Decide the next step. Blocks for every token that it will write are reserved on return."""
+        num_new_tokens: dict[Sequence, int] = {}
+        forks: list[tuple[int, int]] = []
+        num_preemptions = self.num_preemptions
+        lookahead = self._num_drafts(min(self.max_num_seqs, len(self)))
+
+        # A prefill leaves room for one token and the drafts of everybody who decodes.
+        decoding = [s for s in self.running if self._num_missing(s) == 1]
+        rows = sum(1 + min(lookahead, s.max_draft_tokens) for s in decoding)
+        prefill_budget = max(1, self.max_num_batched_tokens - rows)
+
+        for sequence in list(self.running):
+            if sequence.status is not SequenceStatus.RUNNING:
+                continue  # preempted just now, for an older one
+            missing = self._num_missing(sequence)
+            count = missing if missing == 1 else min(missing, prefill_budget)
+            if count == 0 or not self._reserve(sequence, count):
+                continue
+            num_new_tokens[sequence] = count
+            prefill_budget -= count if missing > 1 else 0
+
+        while (
+            self.waiting
+            and len(self.running) < self.max_num_seqs
+            and prefill_budget > 0
+            and self.num_preemptions == num_preemptions
+        ):
+            sequence = self.waiting[0]
+            if self._waits_for_fork(sequence) or not self._admit(sequence, forks):
+                break
+            self.waiting.popleft()
+            self.running.append(sequence)
+            sequence.status = SequenceStatus.RUNNING
+            count = min(self._num_missing(sequence), prefill_budget)
+            sequence.page_table.reserve(sequence.page_table.context_lens[TARGET] + count)
+            num_new_tokens[sequence] = count
+            prefill_budget -= count
+
+        return ScheduledStep(self._with_drafts(num_new_tokens), tuple(forks))
+
+    @staticmethod
+    def _num_missing(sequence: Sequence) -> int:
+        """Known tokens without KV: one while decoding, more in prefill and after a preemption."""
+        return sequence.num_tokens - sequence.page_table.context_lens[TARGET]
+
+    def _reserve(self, sequence: Sequence, count: int) -> bool:
+        """Slots for `count` more tokens, taken from younger sequences if need be; False: it gave up its own."""
+        table = sequence.page_table
+        while True:
+            try:
+                table.reserve(table.context_lens[TARGET] + count)
+                return True
+            except OutOfBlocksError:
+                victim = self.running[-1]
+                self._preempt(victim)
+                if victim is sequence:
+                    return False
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        sequence.page_table.free()
+        sequence.status = SequenceStatus.WAITING
+        sequence.counters.preemptions += 1
+        self.num_preemptions += 1
+        self.waiting.appendleft(sequence)
+
+    def _waits_for_fork(self, sequence: Sequence) -> bool:
+        """Whether a sibling is still computing the prompt that this sequence will share."""
+        source = sequence.fork_source
+        return (
+            source is not None
+            and source.status is SequenceStatus.RUNNING
+            and not sequence.output_token_ids
+            and source.page_table.context_lens[TARGET] < sequence.num_prompt_tokens - 1
+        )
+
+    def _admit(self, sequence: Sequence, forks: list[tuple[int, int]]) -> bool:
+        """Give a waiting sequence the KV that can be shared, if blocks for its known tokens are free."""
+        table = sequence.page_table
+        source = sequence.fork_source
+        # The last known token always runs: its logits are what the sequence is admitted for.
+        shareable = sequence.num_tokens - 1
+        if source is not None and source.status is SequenceStatus.RUNNING:
+            num_shared = min(sequence.num_prompt_tokens - 1, *source.page_table.context_lens)
+            if self._fits(sequence.num_tokens, num_shared // self.block_size):
+                child, copies = source.page_table.fork(num_shared)
+                sequence.page_table = child
+                forks.extend(copies)
+                return True
+            return False
+        if self.prefix_cache is None or sequence.params.prompt_logprobs is not None:
+            # A cached prompt token has no logits, so whoever asks for them computes the prompt.
+            return self._fits(sequence.num_tokens, 0)
+        blocks = self.prefix_cache.match(sequence.token_ids, shareable)
+        if not self._fits(sequence.num_tokens, len(blocks)):
+            for block in blocks:
+                self.allocator.free(block)
+            return False
+        if blocks:
+            table.adopt(blocks, len(blocks) * self.block_size)
+            sequence.counters.cached_prompt_tokens = len(blocks) * self.block_size
+        return True
+
+    def _fits(self, num_tokens: int, num_shared_blocks: int) -> bool:
+        return -(-num_tokens // self.block_size) - num_shared_blocks <= self.allocator.num_free
+
+    def _num_drafts(self, batch_size: int) -> int:
+        return self.speculative_config.num_drafts(batch_size) if self.speculative_config else 0
+
+    def _with_drafts(self, num_new_tokens: dict[Sequence, int]) -> tuple[ScheduledSequence, ...]:
+        budget = self.max_num_batched_tokens - sum(num_new_tokens.values())
+        num_drafts = self._num_drafts(len(num_new_tokens))
+        entries = []
+        for sequence, count in num_new_tokens.items():
+            table = sequence.page_table
+            context_len = table.context_lens[TARGET]
+            k = 0
+            if context_len + count == sequence.num_tokens:
+                k = max(0, min(num_drafts, sequence.max_draft_tokens, self._num_useful_drafts(sequence), budget))
+                k = self._reserve_drafts(table, sequence.num_tokens, k)
+            budget -= k
+            entries.append(ScheduledSequence(sequence, context_len, count, k))
+        return tuple(entries)
+
+    def _num_useful_drafts(self, sequence: Sequence) -> int:
+        """Drafts that could still be emitted, one token of the round being the target's own."""
+        room = self.max_model_len - sequence.num_tokens
+        if sequence.params.max_tokens is not None:
+            room = min(room, sequence.params.max_tokens - len(sequence.output_token_ids))
+        return room - 1
+
+    @staticmethod
+    def _reserve_drafts(table: PageTable, num_tokens: int, k: int) -> int:
+        """Slots for k drafts behind the known tokens, or for as many as the last block still holds."""
+        if k == 0:
+            return 0
+        try:
+            table.reserve(num_tokens + k)
+        except OutOfBlocksError:
+            return min(k, table.capacity - num_tokens)
+        return k
+
+    def check_integrity(self) -> None:
+        """Every block held is held by the sequences here, as often as it is shared."""
+        for sequence in self:
+            sequence.page_table.check_integrity()
+        self.allocator.check_integrity([sequence.page_table.blocks for sequence in self])

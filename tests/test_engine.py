@@ -1,0 +1,341 @@
+"""Promise P1 (exact), P2 (rollback is bookkeeping) and P4 (nothing leaks), end to end on toy models."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from specpaged import LLM, SamplingParams
+from specpaged.config import SpeculativeConfig
+from tests import toys
+
+GREEDY = {"temperature": 0, "ignore_eos": True}
+
+
+def make_llm(pair, k=5, draft=None, **arguments):
+    """A toy engine; K = 0 has no draft at all."""
+    speculative = {"model": draft or pair.draft, "num_speculative_tokens": k}
+    speculative |= arguments.pop("speculative", {})
+    defaults = {"max_model_len": 256, "max_num_seqs": 8, "numerics": "exact"}
+    return LLM(pair.target, speculative_config=speculative if k else None, **(defaults | arguments))
+
+
+def token_ids(outputs):
+    assert [output.error for output in outputs] == [None] * len(outputs)
+    return [[completion.token_ids for completion in output.outputs] for output in outputs]
+
+
+def generate(llm, prompts, params):
+    """Outputs of a run after which no block is held."""
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    llm.engine.check_integrity()
+    assert llm.engine.allocator.num_free == llm.engine.allocator.num_blocks
+    return outputs
+
+
+@pytest.fixture(scope="module")
+def plain(toy_pair):
+    return make_llm(toy_pair, k=0, max_num_seqs=1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("k", "block_size", "max_num_seqs"), [(1, 16, 8), (4, 1, 3), (7, 64, 16), (5, 16, 1)])
+def test_greedy_output_is_the_same_with_and_without_speculation(toy_pair, dtype, k, block_size, max_num_seqs):
+    prompts = toys.prompts(10)
+    params = SamplingParams(max_tokens=30, **GREEDY)
+    reference = make_llm(toy_pair, k=0, max_num_seqs=1, dtype=dtype)
+    llm = make_llm(toy_pair, k=k, block_size=block_size, max_num_seqs=max_num_seqs, dtype=dtype)
+    expected = token_ids([generate(reference, prompt, params)[0] for prompt in prompts])
+    assert token_ids(generate(llm, prompts, params)) == expected
+    assert 0 < llm.metrics.accepted_tokens < llm.metrics.draft_tokens  # neither trivially accepted nor useless
+    assert llm.metrics.rollbacks > 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("max_num_seqs", [1, 8])
+@pytest.mark.parametrize(("k", "block_size"), [(1, 16), (4, 1), (7, 64)])
+def test_a_draft_that_is_the_target_is_always_accepted(toy_pair, dtype, max_num_seqs, k, block_size):
+    llm = make_llm(
+        toy_pair,
+        k=k,
+        draft=toy_pair.target,
+        dtype=dtype,
+        max_num_seqs=max_num_seqs,
+        block_size=block_size,
+        speculative={"numerics": "exact"},
+    )
+    # Lengths that stop inside accepted runs, so that sequences leave at every offset of a round.
+    params = [SamplingParams(max_tokens=40 + i, **GREEDY) for i in range(13)]
+    outputs = generate(llm, toys.prompts(13), params)
+    assert [len(o.outputs[0].token_ids) for o in outputs] == [p.max_tokens for p in params]
+    assert sum(p.max_tokens for p in params) >= 500
+    assert llm.metrics.acceptance_rate == 1.0
+    assert llm.metrics.rolled_back_tokens == 0
+
+
+@pytest.mark.parametrize("seed", [0, 7])
+def test_sampled_output_depends_on_model_prompt_parameters_and_seed_only(toy_pair, plain, seed):
+    prompts = toys.prompts(12, seed=seed)
+    params = [SamplingParams(temperature=0.8, seed=seed + i, max_tokens=24, ignore_eos=True) for i in range(12)]
+    expected = token_ids([generate(plain, prompt, p)[0] for prompt, p in zip(prompts, params, strict=True)])
+    for arguments in ({"k": 5}, {"k": 2, "max_num_seqs": 3, "max_num_batched_tokens": 16}, {"k": 0, "max_num_seqs": 12}):
+        assert token_ids(generate(make_llm(toy_pair, **arguments), prompts, params)) == expected
+
+
+def test_an_unseeded_request_reports_the_seed_that_reproduces_it(toy_pair):
+    llm = make_llm(toy_pair)
+    first, second = generate(llm, toys.prompts(1) * 2, SamplingParams(max_tokens=12, ignore_eos=True))
+    assert first.outputs[0].seed != second.outputs[0].seed
+    again = SamplingParams(max_tokens=12, ignore_eos=True, seed=second.outputs[0].seed)
+    assert token_ids(generate(llm, toys.prompts(1), again)) == token_ids([second])
+
+
+@pytest.mark.parametrize("budget", [8, 13, 64])
+def test_chunked_prefill_changes_nothing(toy_pair, plain, budget):
+    prompts, params = toys.prompts(9, longest=90), SamplingParams(max_tokens=10, **GREEDY)
+    expected = token_ids(generate(plain, prompts, params))
+    llm = make_llm(toy_pair, max_num_batched_tokens=budget)
+    assert token_ids(generate(llm, prompts, params)) == expected
+    assert llm.metrics.accepted_tokens > 0
+
+
+@pytest.mark.parametrize("k", [0, 4])
+def test_preemption_changes_nothing(toy_pair, plain, k):
+    prompts, params = toys.prompts(6), SamplingParams(max_tokens=60, **GREEDY)
+    expected = token_ids(generate(plain, prompts, params))
+    # Blocks for about one and a half sequences of 104 tokens.
+    llm = make_llm(toy_pair, k=k, block_size=4, max_model_len=104, kv_cache_memory_bytes=40 * 4 * 512 * (2 if k else 1))
+    outputs = generate(llm, prompts, params)
+    assert token_ids(outputs) == expected
+    assert llm.metrics.preemptions > 0
+    assert sum(output.metrics.preemptions for output in outputs) == llm.metrics.preemptions
+
+
+@pytest.mark.parametrize("block_size", [16, 64])
+@pytest.mark.parametrize("offset", [-2, -1, 0, 1, 2])
+@pytest.mark.parametrize("k", [0, 5])
+def test_n_completions_equal_n_requests_with_neighbouring_seeds(toy_pair, block_size, offset, k):
+    prompt = toys.prompts(1, shortest=block_size + offset, longest=block_size + offset)[0]
+    mates = toys.prompts(2, seed=3)
+    llm = make_llm(toy_pair, k=k, block_size=block_size)
+    params = SamplingParams(n=4, seed=11, temperature=1.0, max_tokens=12, ignore_eos=True)
+    outputs = generate(llm, [prompt, *mates], params)
+    singles = [
+        generate(llm, prompt, SamplingParams(seed=11 + i, temperature=1.0, max_tokens=12, ignore_eos=True))[0]
+        for i in range(4)
+    ]
+    assert token_ids(outputs[:1])[0] == [ids for single in token_ids(singles) for ids in single]
+    assert len({tuple(ids) for ids in token_ids(outputs[:1])[0]}) > 1
+    if (block_size + offset - 1) % block_size:
+        assert llm.metrics.fork_copied_bytes > 0  # the partly filled block, once for each child
+
+
+def test_prefix_caching_changes_nothing_and_saves_prefill(toy_pair, plain):
+    shared = toys.prompts(1, shortest=50, longest=50)[0]["prompt_token_ids"]
+    prompts = [{"prompt_token_ids": shared + p["prompt_token_ids"]} for p in toys.prompts(6)]
+    params = SamplingParams(max_tokens=20, **GREEDY)
+    expected = token_ids(generate(plain, prompts, params))
+    llm = make_llm(toy_pair, max_num_seqs=2, block_size=8, enable_prefix_caching=True)
+    cold = generate(llm, prompts, params)
+    warm = generate(llm, prompts, params)
+    assert token_ids(cold) == token_ids(warm) == expected
+    assert all(output.metrics.cached_prompt_tokens >= 48 for output in warm)
+    # The draft's KV of cached blocks is valid too: acceptance is that of a cold run.
+    assert [o.metrics.acceptance_histogram for o in warm] == [o.metrics.acceptance_histogram for o in cold]
+
+
+def test_each_request_may_ask_for_fewer_drafts_or_none(toy_pair, plain):
+    prompts = toys.prompts(6)
+    params = [
+        SamplingParams(max_tokens=20, extra_args={"num_speculative_tokens": k}, **GREEDY) for k in (0, 1, 2, 3, 5, 0)
+    ]
+    llm = make_llm(toy_pair, k=5)
+    outputs = generate(llm, prompts, params)
+    assert token_ids(outputs) == token_ids(generate(plain, prompts, SamplingParams(max_tokens=20, **GREEDY)))
+    for output, p in zip(outputs, params, strict=True):
+        k = p.extra_args["num_speculative_tokens"]
+        assert output.metrics.draft_tokens <= k * output.metrics.drafts
+        assert (output.metrics.drafts > 0) == (k > 0)
+
+
+def test_k_follows_the_batch_size(toy_pair, plain):
+    prompts, params = toys.prompts(8), SamplingParams(max_tokens=20, **GREEDY)
+    table = [[1, 2, 5], [3, 5, 2], [6, 64, 0]]
+    llm = make_llm(toy_pair, speculative={"num_speculative_tokens_per_batch_size": table})
+    config = llm.config.speculative_config
+    assert [config.num_drafts(b) for b in (1, 2, 3, 5, 6, 65)] == [5, 5, 2, 2, 0, 0]
+    outputs = generate(llm, prompts, params)
+    assert token_ids(outputs) == token_ids(generate(plain, prompts, params))
+    alone = make_llm(toy_pair, speculative={"num_speculative_tokens_per_batch_size": [[2, 64, 3]]})
+    generate(alone, prompts[0], params)
+    assert alone.metrics.draft_tokens == 0
+
+
+def test_no_output_follows_a_stop_inside_an_accepted_run(toy_pair, plain):
+    prompts = toys.prompts(8)
+    free = token_ids(generate(plain, prompts, SamplingParams(max_tokens=30, **GREEDY)))
+    params = [SamplingParams(max_tokens=30, stop_token_ids=[ids[0][13]], **GREEDY) for ids in free]
+    llm = make_llm(toy_pair, k=7, draft=toy_pair.target, speculative={"numerics": "exact"})
+    for output, p, ids in zip(generate(llm, prompts, params), params, free, strict=True):
+        stop = ids[0].index(p.stop_token_ids[0])
+        assert output.outputs[0].token_ids == ids[0][: stop + 1]
+        assert output.outputs[0].finish_reason == "stop"
+        assert output.outputs[0].stop_reason == p.stop_token_ids[0]
+
+
+def test_max_model_len_ends_a_sequence(toy_pair):
+    llm = make_llm(toy_pair, max_model_len=48)
+    for output in generate(llm, toys.prompts(4), SamplingParams(max_tokens=None, **GREEDY)):
+        assert len(output.prompt_token_ids) + len(output.outputs[0].token_ids) == 48
+        assert output.outputs[0].finish_reason == "length"
+
+
+def test_an_abort_at_any_moment_leaves_mates_and_blocks_alone(toy_pair, plain):
+    prompts, params = toys.prompts(5), SamplingParams(max_tokens=16, **GREEDY)
+    expected = token_ids(generate(plain, prompts, params))
+    for moment in range(8):
+        llm = make_llm(toy_pair, max_num_batched_tokens=24)
+        engine = llm.engine
+        for i, prompt in enumerate(prompts):
+            engine.add_request(str(i), prompt["prompt_token_ids"], params)
+        outputs = {}
+        for step in range(200):
+            if step == moment:
+                aborted = engine.abort_request("1")
+                assert aborted is None or aborted.outputs[0].finish_reason == "abort"
+                engine.check_integrity()
+            outputs |= {output.request_id: output for output in engine.step()}
+            if not engine.has_unfinished_requests:
+                break
+        assert engine.abort_request("1") is None
+        assert [outputs[str(i)].outputs[0].token_ids for i in (0, 2, 3, 4)] == [expected[i][0] for i in (0, 2, 3, 4)]
+        assert engine.allocator.num_free == engine.allocator.num_blocks
+
+
+@pytest.mark.parametrize("k", [0, 5])
+def test_nan_logits_end_their_request_only_and_its_blocks_can_be_reused(toy_pair, plain, k, monkeypatch):
+    """One request's logits turn to NaN; all slots that nobody owns hold NaN all along."""
+    prompts, params = toys.prompts(6), SamplingParams(max_tokens=24, **GREEDY)
+    expected = token_ids(generate(plain, prompts, params))
+    llm = make_llm(toy_pair, k=k, max_num_seqs=3, block_size=4)
+    engine, forward = llm.engine, llm.engine.target.forward
+    marker = prompts[2]["prompt_token_ids"]
+
+    def poisoned(batch):
+        owned = {
+            slot
+            for sequence in engine.scheduler
+            for pool, length in enumerate(sequence.page_table.context_lens)
+            for slot in _slots(sequence.page_table.blocks, length, 4)
+        }
+        for runner in filter(None, (engine.target, engine.draft)):
+            runner.kv_cache.fill_unowned(owned)
+        logits = forward(batch)
+        for i, sequence in enumerate(s for s in engine.scheduler.running if s.token_ids[: len(marker)] == marker):
+            if len(sequence.output_token_ids) >= 5:
+                rows = [
+                    r
+                    for r, n in enumerate(_row_owner(batch))
+                    if batch.page_table[n, 0].item() == sequence.page_table.blocks[0]
+                ]
+                logits[rows] = float("nan")
+            assert i == 0
+        return logits
+
+    monkeypatch.setattr(engine.target, "forward", poisoned)
+    outputs = generate(llm, prompts, params)
+    assert "NaN" in outputs[2].error
+    assert outputs[2].outputs[0].finish_reason == "error"
+    assert outputs[2].outputs[0].token_ids == expected[2][0][: len(outputs[2].outputs[0].token_ids)]
+    mates = [i for i in range(6) if i != 2]
+    assert token_ids([outputs[i] for i in mates]) == [expected[i] for i in mates]
+
+
+def _slots(blocks, length, block_size):
+    return [blocks[p // block_size] * block_size + p % block_size for p in range(length)]
+
+
+def _row_owner(batch):
+    return [n for n, count in enumerate(batch.num_logits) for _ in range(count)]
+
+
+def test_truncate_moves_no_kv(toy_pair, monkeypatch):
+    """P2: nothing is written to either pool between the end of a pass and the next one."""
+    llm = make_llm(toy_pair, k=4)
+    engine = llm.engine
+    commit = engine._commit
+    changed = []
+
+    def watched(*args):
+        before = [layer.clone() for r in (engine.target, engine.draft) for layer in r.kv_cache.layers]
+        outputs = commit(*args)
+        after = [layer for r in (engine.target, engine.draft) for layer in r.kv_cache.layers]
+        changed.append(any(not torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(before, after, strict=True)))
+        return outputs
+
+    monkeypatch.setattr(engine, "_commit", watched)
+    generate(llm, toys.prompts(4), SamplingParams(max_tokens=16, **GREEDY))
+    assert llm.metrics.rollbacks > 0
+    assert llm.metrics.rollback_blocks_freed > 0
+    assert not any(changed)
+
+
+def test_rejection_sampling_runs_and_is_reproducible(toy_pair):
+    prompts = toys.prompts(6)
+    params = [SamplingParams(temperature=0.9, seed=i, max_tokens=20, ignore_eos=True) for i in range(6)]
+    llm = make_llm(toy_pair, speculative={"verification": "rejection"})
+    first = token_ids(generate(llm, prompts, params))
+    assert token_ids(generate(llm, prompts, params)) == first
+    greedy = SamplingParams(max_tokens=20, **GREEDY)
+    assert token_ids(generate(llm, prompts, greedy)) == token_ids(generate(make_llm(toy_pair, k=0), prompts, greedy))
+    assert 0 < llm.metrics.acceptance_rate < 1
+
+
+def test_metrics_add_up(toy_pair):
+    llm = make_llm(toy_pair, k=3)
+    outputs = generate(llm, toys.prompts(5), SamplingParams(max_tokens=20, **GREEDY))
+    m = llm.metrics
+    assert m.emitted_tokens == 100
+    assert m.draft_tokens == sum(o.metrics.draft_tokens for o in outputs)
+    assert m.accepted_tokens == sum(o.metrics.accepted_tokens for o in outputs) == sum(m.accepted_per_position)
+    for output in outputs:
+        histogram = output.metrics.acceptance_histogram
+        assert sum(histogram) == output.metrics.drafts
+        assert sum(a * count for a, count in enumerate(histogram)) == output.metrics.accepted_tokens
+        assert output.metrics.mean_acceptance_length == 1 + output.metrics.accepted_tokens / output.metrics.drafts
+    assert m.peak_unverified_kv_tokens == 5 * 3
+    assert m.gathered_bytes > 0
+    assert set(m.seconds) == {"schedule", "propose", "score", "verify", "commit"}
+    assert m.as_dict()["acceptance_rate"] == m.accepted_tokens / m.draft_tokens
+
+
+def test_k_zero_is_the_plain_path(toy_pair):
+    llm = make_llm(toy_pair, k=0, speculative={})
+    assert llm.engine.drafter is None
+    zero = LLM(
+        toy_pair.target, speculative_config=SpeculativeConfig(num_speculative_tokens=0), max_model_len=64, max_num_seqs=2
+    )
+    assert zero.engine.drafter is None
+    assert zero.engine.num_pools == 1
+
+
+@pytest.mark.skipif("SPECPAGED_SPEC_BENCH" not in os.environ, reason="SPECPAGED_SPEC_BENCH names no prompts file")
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_real_prompts_on_the_embedded_pair_are_exact(temperature):
+    from specpaged.prompts import clip, evenly_spread, load_prompts
+
+    records = evenly_spread(load_prompts(os.environ["SPECPAGED_SPEC_BENCH"]), 32)
+    llm = LLM(max_num_seqs=16)
+    ids, _ = clip([llm.tokenizer.encode(record.text) for record in records], 400)
+    prompts = [{"prompt_token_ids": x} for x in ids]
+    fast = [SamplingParams(temperature=temperature, seed=i, max_tokens=32) for i in range(32)]
+    slow = [
+        SamplingParams(temperature=temperature, seed=i, max_tokens=32, extra_args={"num_speculative_tokens": 0})
+        for i in range(32)
+    ]
+    plain = [generate(llm, prompt, p)[0] for prompt, p in zip(prompts, slow, strict=True)]
+    assert llm.metrics.draft_tokens == 0
+    assert token_ids(generate(llm, prompts, fast)) == token_ids(plain)
+    assert llm.metrics.accepted_tokens > 0
