@@ -15,7 +15,15 @@ _HOMES = {
     "RequestOutput": "specpaged.outputs",
     "CompletionOutput": "specpaged.outputs",
 }
-__all__ = sorted(_HOMES)
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "Engine",
+    "EngineConfig",
+    "RequestOutput",
+    "SamplingParams",
+    "SpeculativeConfig",
+]
 
 if TYPE_CHECKING:
     from specpaged.config import EngineConfig, SpeculativeConfig

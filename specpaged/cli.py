@@ -25,7 +25,7 @@ Model = Annotated[str | None, typer.Option(help="Target: local path or hub id. D
 DraftModel = Annotated[str | None, typer.Option(help="Draft: local path or hub id.")]
 Prompts = Annotated[str | None, typer.Option(help="JSON lines in Spec-Bench form; - reads standard input.")]
 NumPrompts = Annotated[int | None, typer.Option(min=1, help="An evenly spread selection of the prompts.")]
-MaxPromptTokens = Annotated[int | None, typer.Option(min=1, help="Clip longer prompts. Default: what max_model_len leaves.")]
+MaxPromptTokens = Annotated[int | None, typer.Option(min=1, help="Clip longer prompts; default: what fits.")]
 K = Annotated[int, typer.Option("--num-speculative-tokens", min=0, help="Draft tokens per round; 0: plain decoding.")]
 MaxNumSeqs = Annotated[int, typer.Option(min=1, help="Sequences in a batch.")]
 MaxTokens = Annotated[int, typer.Option(min=1, help="Tokens to generate for each prompt.")]
@@ -211,8 +211,13 @@ def verify(
     numerics: Numerics = "exact",
     threads: Threads = None,
     trust_remote_code: TrustRemoteCode = False,
-    reference: Annotated[str, typer.Option(help="'plain': our own plain decoding, one prompt at a time, where any "
-                                           "difference is a fault; 'hf': transformers' generate.")] = "plain",
+    reference: Annotated[
+        str,
+        typer.Option(
+            help="'plain': our own plain decoding, one prompt at a time, where any "
+            "difference is a fault; 'hf': transformers' generate."
+        ),
+    ] = "plain",
     as_json: AsJson = False,
 ) -> None:
     """Decode every prompt plainly, one at a time, and speculatively in batches; compare token ids."""

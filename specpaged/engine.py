@@ -65,9 +65,7 @@ class Engine:
         self.num_pools = 2 if draft is not None else 1
         self.verifier = get_verifier(speculative.verification if speculative else "coupled")
         self.allocator = BlockAllocator(target.kv_cache.num_blocks)
-        self.prefix_cache = (
-            PrefixCache(self.allocator, config.block_size) if config.enable_prefix_caching else None
-        )
+        self.prefix_cache = PrefixCache(self.allocator, config.block_size) if config.enable_prefix_caching else None
         self.scheduler = ContinuousScheduler(
             self.allocator,
             block_size=config.block_size,
@@ -128,6 +126,7 @@ class Engine:
                 self.vocabulary.eos_token_ids,
                 self.vocabulary.tokenizer,
                 max_output_tokens=self.config.max_model_len - len(prompt_token_ids),
+                prompt_token_ids=sequence.prompt_token_ids,
             )
             sequence.fork_source = sequences[0] if sequences else None
             sequences.append(sequence)
@@ -315,8 +314,8 @@ class Engine:
     def _roll_back(self, rollbacks: SequenceOf[tuple[Sequence, int, int, int]]) -> None:
         """Truncate both pools of each (sequence, T known tokens, K drafts, a of them kept).
 
-            target wrote    T + K       keeps T + a            (the new bonus token has no KV yet)
-            draft wrote     T + K - 1   keeps T + min(a, K-1)  (d_K was never run)
+        target wrote    T + K       keeps T + a            (the new bonus token has no KV yet)
+        draft wrote     T + K - 1   keeps T + min(a, K-1)  (d_K was never run)
         """
         start = time.perf_counter()
         num_tokens = num_blocks = num_rollbacks = 0

@@ -194,9 +194,7 @@ class LLM:
 
 def _refused(request_id: str, prompt: Prompt, error: str) -> RequestOutput:
     text = prompt if isinstance(prompt, str) else None
-    return RequestOutput(
-        request_id, text, [], None, outputs=[], finished=True, metrics=RequestMetrics(), error=error
-    )
+    return RequestOutput(request_id, text, [], None, outputs=[], finished=True, metrics=RequestMetrics(), error=error)
 
 
 def _engine_config(
@@ -219,7 +217,9 @@ def _engine_config(
     allowed = [name for name in EngineConfig.__dataclass_fields__ if name not in ("model", "speculative_config")]
     for name in engine_arguments:
         if name not in allowed:
-            raise ValueError(f"LLM() has no argument {name!r}; allowed: model, speculative_config, {', '.join(allowed)}")
+            raise ValueError(
+                f"LLM() has no argument {name!r}; allowed: model, speculative_config, {', '.join(allowed)}"
+            )
     return EngineConfig(
         model=EMBEDDED_TARGET if model is None else str(model),
         speculative_config=speculative_config,
@@ -229,7 +229,9 @@ def _engine_config(
 
 def _num_blocks(config: EngineConfig, models: Sequence[LoadedModel]) -> int:
     """Blocks that the KV memory holds, one block taking its bytes in the pools of all models."""
-    bytes_per_token = sum(model.kv_bytes_per_token for model in models)
+    bytes_per_token = sum(
+        2 * heads * dim * model.dtype.itemsize for model in models for heads, dim in model.kv_spec.layers
+    )
     block_bytes = bytes_per_token * config.block_size
     blocks_per_sequence = -(-config.max_model_len // config.block_size)
     memory = config.kv_cache_memory_bytes

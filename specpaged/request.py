@@ -44,8 +44,7 @@ def validate_request(
     k = (params.extra_args or {}).get("num_speculative_tokens", 0)
     if max_num_drafts and k > max_num_drafts:
         raise ValueError(
-            f"extra_args['num_speculative_tokens']={k} is more than the engine drafts; "
-            f"allowed: 0 to {max_num_drafts}"
+            f"extra_args['num_speculative_tokens']={k} is more than the engine drafts; allowed: 0 to {max_num_drafts}"
         )
     validate_for_model(params, vocab_size, has_tokenizer)
 

@@ -85,11 +85,11 @@ def _backend(
 class StopChecker:
     """Told of each output token of one sequence, in order, it says when the sequence ends, and why.
 
-    As in vLLM: an eos token or one of stop_token_ids ends it unless it comes before min_tokens, and is not part of the text
-    (but with include_stop_str_in_output); then max_tokens and `max_output_tokens`, the room that max_model_len leaves,
-    end it by length; a stop string that the text of a token after min_tokens completes wins over that. Of several
-    stop strings in that text, the one that starts first counts; the text ends before it, or behind it with
-    include_stop_str_in_output.
+    As in vLLM: an eos token or one of stop_token_ids ends it unless it comes before min_tokens, and is not part of
+    the text (but is with include_stop_str_in_output); then max_tokens and `max_output_tokens`, the room that
+    max_model_len leaves, end it by length; a stop string that the text of a token after min_tokens completes wins
+    over both. Of several stop strings in that text, the one that starts first counts; the text ends before it, or
+    behind it with include_stop_str_in_output.
 
     `finish_reason` is None, "stop" or "length"; `stop_reason` the stop string or token id, None for the eos token.
     """
@@ -108,7 +108,7 @@ class StopChecker:
         self._detokenizer: IncrementalDetokenizer | None = None
         eos_token_ids = () if params.ignore_eos else tuple(eos_token_ids)
         own_eos = getattr(tokenizer, "eos_token_id", None)
-        # vLLM reports no stop_reason for the tokenizer's own eos; further ones of a generation config count as stop tokens.
+        # vLLM reports no stop_reason for the tokenizer's own eos; other ids of a generation config are stop tokens.
         self._primary_eos = own_eos if own_eos in eos_token_ids else next(iter(eos_token_ids), None)
         self._stop_ids = {*eos_token_ids, *params.stop_token_ids}
         self._max_tokens = min(params.max_tokens or max_output_tokens, max_output_tokens)

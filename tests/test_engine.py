@@ -80,7 +80,11 @@ def test_sampled_output_depends_on_model_prompt_parameters_and_seed_only(toy_pai
     prompts = toys.prompts(12, seed=seed)
     params = [SamplingParams(temperature=0.8, seed=seed + i, max_tokens=24, ignore_eos=True) for i in range(12)]
     expected = token_ids([generate(plain, prompt, p)[0] for prompt, p in zip(prompts, params, strict=True)])
-    for arguments in ({"k": 5}, {"k": 2, "max_num_seqs": 3, "max_num_batched_tokens": 16}, {"k": 0, "max_num_seqs": 12}):
+    for arguments in (
+        {"k": 5},
+        {"k": 2, "max_num_seqs": 3, "max_num_batched_tokens": 16},
+        {"k": 0, "max_num_seqs": 12},
+    ):
         assert token_ids(generate(make_llm(toy_pair, **arguments), prompts, params)) == expected
 
 
@@ -315,7 +319,10 @@ def test_k_zero_is_the_plain_path(toy_pair):
     llm = make_llm(toy_pair, k=0, speculative={})
     assert llm.engine.drafter is None
     zero = LLM(
-        toy_pair.target, speculative_config=SpeculativeConfig(num_speculative_tokens=0), max_model_len=64, max_num_seqs=2
+        toy_pair.target,
+        speculative_config=SpeculativeConfig(num_speculative_tokens=0),
+        max_model_len=64,
+        max_num_seqs=2,
     )
     assert zero.engine.drafter is None
     assert zero.engine.num_pools == 1

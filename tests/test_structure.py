@@ -94,11 +94,7 @@ def test_kernels_is_a_source_root_and_no_package():
 def test_vllm_is_imported_by_its_plugin_only():
     for path in (ROOT / "specpaged").rglob("*.py"):
         if "vllm_plugin" not in path.parts:
-            imported = {
-                name.split(".")[0]
-                for node in ast.walk(ast.parse(path.read_text()))
-                for name in _names(node)
-            }
+            imported = {name.split(".")[0] for node in ast.walk(ast.parse(path.read_text())) for name in _names(node)}
             assert "vllm" not in imported, path
 
 

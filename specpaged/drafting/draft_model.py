@@ -33,9 +33,7 @@ class DraftModelDrafter:
         """See Drafter.propose."""
         drafts: list[list[int]] = [[] for _ in range(num_requests)]
         probs: list[list[Tensor]] = [[] for _ in range(num_requests)]
-        pending = [
-            RaggedRow(row.token_ids, row.context_len, row.blocks, int(row.num_draft_tokens > 0)) for row in rows
-        ]
+        pending = [RaggedRow(row.token_ids, row.context_len, row.blocks, int(row.num_draft_tokens > 0)) for row in rows]
         logits = self._catch_up(pending)
         active = [row for row in rows if row.num_draft_tokens > 0]
         step = 0
@@ -45,7 +43,7 @@ class DraftModelDrafter:
             processed = sampling.process(logits, request_idx, seen, drafts)
             token_ids = sampling.sample(processed, request_idx, seen)[0].tolist()
             if self.with_probs:
-                for i, row_probs in zip(request_idx, processed.softmax(dim=-1).unbind(), strict=True):
+                for i, row_probs in zip(request_idx, sampling.probs(processed).unbind(), strict=True):
                     probs[i].append(row_probs)
             for i, token_id in zip(request_idx, token_ids, strict=True):
                 drafts[i].append(token_id)

@@ -1,0 +1,202 @@
+"""Makes the modules of a loaded model exact: every matrix product under a probed scheme, element-wise tails aligned."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from specpaged.modeling.linear import FastLinear, LinearScheme, RowExactLinear
+from specpaged.modeling.numerics import InexactError, choose_linear_scheme, choose_stock_scheme
+
+# Element-wise kernels treat what is left after whole pairs of vectors (32 floats at most) with scalar code, which can
+# differ in the last bit. At ELEMENTWISE_GRAIN elements they split them evenly over threads.
+VECTOR_PAIR = 32
+ELEMENTWISE_GRAIN = 32768
+
+
+def elementwise_unit(num_threads: int) -> int:
+    """Elements in a tensor must be a multiple of this for element-wise results not to depend on their place in it."""
+    return VECTOR_PAIR * min(num_threads, 2)
+
+
+def aligned_multiple(multiple: int, inner_sizes: set[int], num_threads: int) -> int:
+    """The smallest multiple of `multiple` rows that leaves no tail at any of the inner sizes."""
+    unit = elementwise_unit(num_threads)
+    return math.lcm(multiple, *(unit // math.gcd(unit, size) for size in inner_sizes))
+
+
+class RowExactExperts(nn.Module):
+    """A mixture's experts, one after the other, each on its rows through exact linears; a token's experts are summed in
+    the router's order. `experts` is a module that transformers' experts interface drives."""
+
+    def __init__(self, experts: nn.Module, num_threads: int):
+        super().__init__()
+        if not experts.has_gate or experts._is_expert_parallel:
+            raise InexactError(f"numerics='exact' is not possible for {type(experts).__name__}: no gated experts")
+        self.apply_gate = experts._apply_gate
+        self.gate_up = nn.ModuleList(_expert_linears(experts, "gate_up_proj"))
+        self.down = nn.ModuleList(_expert_linears(experts, "down_proj"))
+        # apply_gate needs the module's activation, not its weights.
+        for name in list(experts._parameters):
+            experts._parameters[name] = None
+        schemes = [self.gate_up[0].scheme, self.down[0].scheme]
+        inner = self.down[0].in_features
+        self._multiple = aligned_multiple(
+            math.lcm(*(max(s.row_multiple, s.min_rows) for s in schemes)), {inner}, num_threads
+        )
+        limit = min(s.max_rows for s in schemes if s.max_rows > 1) if any(s.max_rows > 1 for s in schemes) else 256
+        if num_threads > 2:
+            limit = min(limit, (ELEMENTWISE_GRAIN - 1) // inner)
+        self._max = max(self._multiple, limit // self._multiple * self._multiple)
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """hidden_states [T, H], top_k_index and top_k_weights [T, k] -> [T, H]"""
+        num_tokens, top_k = top_k_index.shape
+        experts = top_k_index.reshape(-1)
+        by_expert = torch.argsort(experts, stable=True)
+        counts = torch.bincount(experts, minlength=len(self.down)).tolist()
+        outputs = hidden_states.new_empty(num_tokens * top_k, hidden_states.shape[-1])
+        for expert, places in enumerate(by_expert.split(counts)):
+            for piece in places.split(self._max):
+                rows = piece.shape[0]
+                if rows:
+                    x = F.pad(hidden_states[piece // top_k], (0, 0, 0, -rows % self._multiple))
+                    outputs[piece] = self.down[expert](self.apply_gate(self.gate_up[expert](x)))[:rows]
+        weighted = outputs.view(num_tokens, top_k, -1).float() * top_k_weights[..., None].float()
+        total = weighted[:, 0]
+        for choice in range(1, top_k):
+            total = total + weighted[:, choice]
+        return total.to(hidden_states.dtype)
+
+
+def _expert_linears(experts: nn.Module, name: str) -> list[RowExactLinear]:
+    weights = getattr(experts, name).detach()
+    if experts.is_transposed:
+        weights = weights.transpose(1, 2)
+    biases = getattr(experts, f"{name}_bias").detach() if experts.has_bias else [None] * len(weights)
+    scheme = choose_linear_scheme(*weights.shape[1:], experts.has_bias, weights.dtype, weights.device)
+    return [
+        RowExactLinear(weight.contiguous(), bias, scheme) for weight, bias in zip(weights, biases, strict=True)
+    ]
+
+
+class RowwiseModule(nn.Module):
+    """A module [T, H] -> row-wise tensors that multiplies by a matrix of its own (a router), given row counts at which
+    its F.linear is exact."""
+
+    def __init__(self, inner: nn.Module, scheme: LinearScheme):
+        super().__init__()
+        self.inner = inner
+        self.scheme = scheme
+
+    def forward(self, hidden_states: Tensor) -> Tensor | tuple[Tensor, ...]:
+        flat = hidden_states.reshape(-1, hidden_states.shape[-1])
+        results = []
+        for piece in flat.split(self.scheme.max_rows):
+            rows = piece.shape[0]
+            result = self.inner(F.pad(piece, (0, 0, 0, self.scheme.padded_rows(rows) - rows)))
+            parts = result if isinstance(result, tuple) else (result,)
+            results.append(tuple(part[:rows] for part in parts))
+        joined = tuple(torch.cat(parts) for parts in zip(*results, strict=True)) if len(results) > 1 else results[0]
+        return joined if isinstance(result, tuple) else joined[0]
+
+
+class ElementwisePieces(nn.Module):
+    """An activation applied to so few elements at a time that no kernel splits them over threads."""
+
+    def __init__(self, inner: nn.Module, multiple: int):
+        super().__init__()
+        self.inner = inner
+        self.multiple = multiple
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.numel() < ELEMENTWISE_GRAIN:
+            return self.inner(x)
+        flat = x.reshape(-1, x.shape[-1])
+        rows = max(self.multiple, (ELEMENTWISE_GRAIN - 1) // x.shape[-1] // self.multiple * self.multiple)
+        return torch.cat([self.inner(piece) for piece in flat.split(rows)]).view(x.shape)
+
+
+def is_experts(module: nn.Module) -> bool:
+    return hasattr(module, "is_transposed") and hasattr(module, "has_gate") and hasattr(module, "gate_up_proj")
+
+
+def is_router(module: nn.Module) -> bool:
+    return any(word in type(module).__name__.lower() for word in ("router", "gate"))
+
+
+def make_exact(model: nn.Module, inner_sizes: set[int]) -> tuple[int, str]:
+    """Replaces the matrix products of `model` by exact ones. `inner_sizes` are the last dimensions on which element-wise
+    functions run. Returns the row multiple of a pass and a sentence on what was chosen. Raises InexactError."""
+    num_threads = torch.get_num_threads()
+    chosen: dict[str, set[str]] = defaultdict(set)
+    multiples = [2]
+    for path, module in list(model.named_modules()):
+        own = {name: p for name, p in module.named_parameters(recurse=False) if p.dim() >= 2}
+        if not own or isinstance(module, nn.Embedding):
+            continue
+        if type(module) is nn.Linear:
+            weight = module.weight
+            scheme = choose_linear_scheme(*weight.shape, module.bias is not None, weight.dtype, weight.device)
+            new: nn.Module = RowExactLinear(weight, module.bias, scheme)
+            schemes = [(scheme, tuple(weight.shape))]
+        elif is_experts(module):
+            new = RowExactExperts(module, num_threads)
+            schemes = [(x[0].scheme, (x[0].out_features, x[0].in_features)) for x in (new.gate_up, new.down)]
+        elif is_router(module) and len(own) == 1:
+            (weight,) = own.values()
+            scheme = _router_scheme(weight)
+            new = RowwiseModule(module, scheme)
+            schemes = [(scheme, tuple(weight.shape))]
+        else:
+            raise InexactError(
+                f"numerics='exact' is not possible for this model: {path} ({type(module).__name__}) multiplies by "
+                f"{', '.join(own)} outside a linear layer; use numerics='fast'"
+            )
+        for scheme, (n, k) in schemes:
+            chosen[scheme.name].add(f"{n}x{k}")
+            if not is_experts(module):
+                multiples.append(scheme.row_multiple)
+        replace_module(model, path, new)
+    multiple = aligned_multiple(math.lcm(*multiples), inner_sizes, num_threads)
+    if num_threads > 2:
+        for path, module in list(model.named_modules()):
+            if path.endswith("act_fn"):
+                replace_module(model, path, ElementwisePieces(module, multiple))
+    parts = [f"{name} ({', '.join(sorted(shapes, key=_numeric))})" for name, shapes in sorted(chosen.items())]
+    return multiple, "linears " + ", ".join(parts)
+
+
+def _numeric(shape: str) -> list[int]:
+    return [int(size) for size in shape.split("x")]
+
+
+def _router_scheme(weight: Tensor) -> LinearScheme:
+    # Some routers compute in float32 whatever the model's dtype.
+    schemes = [
+        choose_stock_scheme(*weight.shape, bias, dtype, weight.device)
+        for dtype in {weight.dtype, torch.float32}
+        for bias in (False, True)
+    ]
+    most = max(scheme.row_multiple for scheme in schemes)
+    limit = min(scheme.max_rows for scheme in schemes)
+    if limit == 1:
+        return replace(schemes[0], row_multiple=1, min_rows=1, max_rows=1)
+    return replace(schemes[0], row_multiple=most, min_rows=most, max_rows=limit // most * most)
+
+
+def make_fast(model: nn.Module) -> None:
+    """Replaces linear layers by ones that take the quickest kernel per row count."""
+    for path, module in list(model.named_modules()):
+        if type(module) is nn.Linear:
+            replace_module(model, path, FastLinear(module.weight, module.bias))
+
+
+def replace_module(model: nn.Module, path: str, new: nn.Module) -> None:
+    parent, _, name = path.rpartition(".")
+    setattr(model.get_submodule(parent), name, new)

@@ -1,0 +1,84 @@
+"""Which model families can run here: by their config, and by what really reaches the attention hook."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+def check_config(config: PreTrainedConfig, model: str) -> None:
+    """Raises ValueError, by name, for architectures that cannot work."""
+    text = config.get_text_config()
+    name = (getattr(config, "architectures", None) or [config.model_type])[0]
+
+    def refuse(why: str) -> None:
+        raise ValueError(f"model {model!r} ({name}) is not supported: {why}")
+
+    if getattr(config, "is_encoder_decoder", False):
+        refuse("it is an encoder-decoder; supported are decoder-only models")
+    if getattr(text, "kv_lora_rank", None):
+        refuse("it has multi-head latent attention (kv_lora_rank), whose KV has no per-head pages")
+    others = sorted({str(kind) for kind in getattr(text, "layer_types", None) or []} - set(LAYER_TYPES))
+    if others:
+        refuse(f"it has layers of type {', '.join(others)}; supported are {' and '.join(LAYER_TYPES)}")
+    if getattr(text, "num_kv_shared_layers", 0):
+        refuse("its layers share KV (num_kv_shared_layers)")
+    if getattr(config, "quantization_config", None):
+        refuse("its weights are quantized (quantization_config)")
+    if getattr(text, "use_bidirectional_attention", False):
+        refuse("its attention is bidirectional")
+
+
+@dataclass(frozen=True)
+class LayerGeometry:
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+class _Recorder:
+    """Stands in for a PagedPass and notes what each layer hands to it."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = []
+
+    def attend(self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, *_: object) -> Tensor:
+        self.calls.append((layer_idx, tuple(query.shape), tuple(key.shape), tuple(value.shape)))
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+
+
+@torch.inference_mode()
+def find_layers(module: nn.Module, model: str) -> list[LayerGeometry]:
+    """Runs two tokens and returns what reaches the hook. Raises ValueError, by name, where a layer's attention does not
+    go through the hook exactly once and in order."""
+    name = type(module).__name__
+    recorder = _Recorder()
+    num_layers = module.config.get_text_config().num_hidden_layers
+    tokens = torch.zeros(1, 2, dtype=torch.int64, device=module.device)
+    try:
+        module(input_ids=tokens, position_ids=tokens, use_cache=False, logits_to_keep=1, paged_pass=recorder)
+    except Exception as error:
+        raise ValueError(
+            f"model {model!r} ({name}) is not supported: it cannot run packed through the attention hook "
+            f"({type(error).__name__}: {error})"
+        ) from error
+    indices = [call[0] for call in recorder.calls]
+    if indices != list(range(num_layers)):
+        raise ValueError(
+            f"model {model!r} ({name}) is not supported: each of its {num_layers} layers must hand its attention to the "
+            f"hook once and in order, and layers {indices} did"
+        )
+    layers = []
+    for layer_idx, query, key, value in recorder.calls:
+        if key != value or query[3] != key[3] or query[1] % key[1] or query[2] != 2 or key[2] != 2:
+            raise ValueError(
+                f"model {model!r} ({name}) is not supported: layer {layer_idx} has query {query}, key {key} and value "
+                f"{value}, and needs [1, heads, tokens, head_dim] with one head_dim"
+            )
+        layers.append(LayerGeometry(query[1], key[1], key[3]))
+    return layers

@@ -1,0 +1,149 @@
+"""Linear layers whose rows do not depend on each other: the same bits for a row in whatever batch it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+# Below this many weights a prepacked call costs more than its faster kernel saves.
+SMALL_WEIGHT = 2**19
+# Up to this many weights numerics="fast" keeps the plain weight beside the packed one.
+TWO_COPIES_WEIGHT = 2**24
+
+
+@dataclass(frozen=True)
+class LinearScheme:
+    """How x [rows, K] times a weight [N, K] is computed.
+
+    Rows are filled up with zero rows to a multiple of `row_multiple` and at least `min_rows`; more than `max_rows`
+    are run in pieces of `max_rows`.
+    """
+
+    kernel: str  # "stock": F.linear; "packed": oneDNN with a prepacked weight
+    row_multiple: int
+    min_rows: int
+    max_rows: int
+    upcast: bool = False  # weight and input as float32, the result rounded to the model's dtype
+
+    @property
+    def name(self) -> str:
+        name = self.kernel
+        if self.kernel == "stock":
+            name = "stock per row" if self.max_rows == 1 else f"stock x{self.row_multiple}"
+        return f"float32 {name}" if self.upcast else name
+
+    def padded_rows(self, rows: int) -> int:
+        return max(self.min_rows, -(-rows // self.row_multiple) * self.row_multiple)
+
+
+def can_pack(weight_dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether oneDNN packs weights of this dtype on this device (bfloat16 needs a CPU with units for it)."""
+    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    if weight_dtype == torch.bfloat16:
+        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return weight_dtype == torch.float32
+
+
+def _pack(weight: Tensor) -> Tensor:
+    return torch.ops.mkldnn._reorder_linear_weight(weight, None)
+
+
+def _packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+
+
+def _column_major(weight: Tensor) -> Tensor:
+    """The same values with F.linear's inner loop along N: with weights that are not in the cache, as in a whole model,
+    a call takes half the time. The copy is aligned, as MKL's results may depend on that and a mapped file's tensors
+    have any alignment."""
+    return torch.empty_like(weight.t(), memory_format=torch.contiguous_format).copy_(weight.t()).t()
+
+
+class RowExactLinear(nn.Module):
+    """weight [N, K], bias [N] | None; x [..., K] -> [..., N], under a LinearScheme.
+
+    The layer keeps its own copy of the weight, in the layout that its kernel wants.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, scheme: LinearScheme):
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.scheme = scheme
+        self.dtype = weight.dtype
+        weight = weight.detach()
+        bias = None if bias is None else bias.detach()
+        if scheme.upcast:
+            weight = weight.float()
+            bias = None if bias is None else bias.float()
+        self.packed = scheme.kernel == "packed"
+        self.operand = _pack(weight.contiguous()) if self.packed else _column_major(weight)
+        self.bias = None if bias is None else bias.clone()
+        self._upcast = scheme.upcast
+        self._multiple, self._min, self._max = scheme.row_multiple, scheme.min_rows, scheme.max_rows
+
+    def _gemm(self, x: Tensor) -> Tensor:
+        if self._upcast:
+            x = x.float()
+        if self.packed:
+            y = _packed_linear(x, self.operand, self.bias)
+        else:
+            y = F.linear(x, self.operand, self.bias)
+        return y.to(self.dtype) if self._upcast else y
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.numel() // self.in_features
+        if self._min <= rows <= self._max and rows % self._multiple == 0:
+            return self._gemm(x)
+        if rows == 0:
+            return x.new_empty(*x.shape[:-1], self.out_features)
+        flat = x.reshape(rows, self.in_features)
+        return self._any_rows(flat).view(*x.shape[:-1], self.out_features)
+
+    def _any_rows(self, x: Tensor) -> Tensor:
+        """x [rows, K] -> [rows, N], in pieces and with filler rows."""
+        pieces = []
+        for piece in x.split(self._max):
+            rows = piece.shape[0]
+            filler = self.scheme.padded_rows(rows) - rows
+            pieces.append(self._gemm(F.pad(piece, (0, 0, 0, filler)))[:rows] if filler else self._gemm(piece))
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {self.scheme.name}"
+
+
+class FastLinear(nn.Module):
+    """The quickest kernel for the row count, whatever that does to the last bits: stock for one row, for small weights
+    and for many rows, packed otherwise."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None):
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.dtype = weight.dtype
+        self.upcast = (
+            weight.dtype == torch.bfloat16
+            and weight.device.type == "cpu"
+            and not can_pack(torch.bfloat16, weight.device)
+        )
+        weight = weight.detach().float() if self.upcast else weight.detach()
+        self.bias = None if bias is None else bias.detach().to(weight.dtype)
+        self.operand: Tensor | None = _column_major(weight)
+        self.packed: Tensor | None = None
+        if weight.numel() >= SMALL_WEIGHT and can_pack(weight.dtype, weight.device):
+            self.packed = _pack(weight.contiguous())
+            if weight.numel() > TWO_COPIES_WEIGHT:
+                self.operand = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.upcast:
+            x = x.float()
+        rows = x.numel() // self.in_features
+        if self.packed is not None and (self.operand is None or 1 < rows <= 32):
+            y = _packed_linear(x, self.packed, self.bias)
+        else:
+            y = F.linear(x, self.operand, self.bias)
+        return y.to(self.dtype) if self.upcast else y

@@ -1,0 +1,79 @@
+"""What a loaded model must show before it is used, on a few tokens and a tiny KV cache of its own."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specpaged.batch import RaggedRow, pack
+from specpaged.modeling.attention import HOOK
+from specpaged.modeling.loading import LoadedModel
+from specpaged.modeling.model_runner import ModelRunner
+from specpaged.modeling.numerics import InexactError
+from specpaged.paging.kv_cache import PagedKVCache
+
+BLOCK_SIZE = 4
+
+
+def _runner(model: LoadedModel, num_blocks: int) -> ModelRunner:
+    cache = PagedKVCache(model.kv_spec, num_blocks, BLOCK_SIZE, model.dtype, model.device)
+    return ModelRunner(model, cache)
+
+
+def _run(runner: ModelRunner, *rows: RaggedRow) -> Tensor:
+    return runner.forward(pack(rows, BLOCK_SIZE, runner.model.device))
+
+
+def _tokens(model: LoadedModel, count: int) -> list[int]:
+    return [(7 + 31 * i) % model.vocab_size for i in range(count)]
+
+
+@torch.inference_mode()
+def check_against_eager(model: LoadedModel) -> None:
+    """Compares packed attention with transformers' eager attention: catches what an architecture does around attention
+    that the hook never sees (biases, other masks). Raises ValueError."""
+    length = min(6, model.max_model_len)
+    tokens = _tokens(model, length)
+    ours = _run(_runner(model, 2), RaggedRow(tokens, 0, [2, 1], length))
+    model.module.set_attn_implementation("eager")
+    try:
+        ids = torch.tensor([tokens], device=model.device)
+        eager = model.module(input_ids=ids, use_cache=False).logits[0].float()
+    finally:
+        model.module.set_attn_implementation(HOOK)
+    tolerance = (1e-3 if model.dtype == torch.float32 else 0.1) * max(1.0, float(eager.abs().max()))
+    difference = float((ours - eager).abs().max())
+    if not difference <= tolerance:
+        raise ValueError(
+            f"model {model.name!r} ({model.architecture}) is not supported: its logits on paged KV are {difference:.3g} "
+            f"away from those of transformers' eager attention"
+        )
+
+
+def check_rows(model: LoadedModel) -> None:
+    """Logits of the same positions from one-token decodes, from a verify beside a mate and from a prefill must have the
+    same bits. Raises InexactError."""
+    verify = min(6, model.max_model_len - 1)
+    prompt = min(9, model.max_model_len - verify)
+    if verify < 1:
+        return
+    tokens = _tokens(model, prompt + verify)
+    num_blocks = -(-len(tokens) // BLOCK_SIZE)
+    blocks, shuffled = list(range(1, num_blocks + 1)), list(range(2 * num_blocks, num_blocks, -1))
+    runner = _runner(model, 2 * num_blocks)
+    _run(runner, RaggedRow(tokens[:prompt], 0, blocks, 0))
+    decoded = [_run(runner, RaggedRow(tokens[i : i + 1], i, blocks, 1)) for i in range(prompt, len(tokens))]
+    # The mate is the same sequence one token further behind, in other blocks.
+    _run(runner, RaggedRow(tokens[: prompt - 1], 0, shuffled, 0))
+    verified = _run(
+        runner,
+        RaggedRow(tokens[prompt - 1 : prompt], prompt - 1, shuffled, 1),
+        RaggedRow(tokens[prompt:], prompt, blocks, verify),
+    )[1:]
+    prefilled = _run(_runner(model, num_blocks), RaggedRow(tokens, 0, blocks[::-1], verify))
+    for other, what in ((verified, "a verify beside a mate"), (prefilled, "a prefill")):
+        if not torch.equal(torch.cat(decoded), other):
+            raise InexactError(
+                f"model {model.name!r} ({model.architecture}) cannot be run with numerics='exact' here: logits from a "
+                f"one-token decode and from {what} differ; use numerics='fast'"
+            )

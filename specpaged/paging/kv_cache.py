@@ -1,0 +1,103 @@
+"""The KV tensors of one model, indexed by slot = block * block_size + offset."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specpaged.paging.block_allocator import NULL_BLOCK, check_positive
+
+
+@dataclass(frozen=True)
+class KVSpec:
+    """What one token's KV consists of."""
+
+    layers: tuple[tuple[int, int], ...]  # per layer (num_kv_heads, head_dim)
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise ValueError(f"layers must name at least one layer, got {self.layers!r}")
+        for num_kv_heads, head_dim in self.layers:
+            check_positive("num_kv_heads", num_kv_heads)
+            check_positive("head_dim", head_dim)
+
+
+class PagedKVCache:
+    """num_blocks blocks, and the null block, which is zeros and never written.
+
+    The rest is uninitialised: a slot may be read only after it has been written.
+    """
+
+    def __init__(
+        self,
+        kv_spec: KVSpec,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ):
+        check_positive("num_blocks", num_blocks)
+        check_positive("block_size", block_size)
+        if not dtype.is_floating_point:
+            raise ValueError(f"dtype must be a floating point dtype, got {dtype}")
+        self.kv_spec = kv_spec
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.dtype = dtype
+        # Per layer [(num_blocks + 1) * S, 2, Hkv, D] dtype; [:, 0] keys, [:, 1] values.
+        self.layers: list[Tensor] = []
+        for num_kv_heads, head_dim in kv_spec.layers:
+            shape = ((num_blocks + 1) * block_size, 2, num_kv_heads, head_dim)
+            layer = torch.empty(shape, dtype=dtype, device=device)
+            layer[:block_size].zero_()
+            self.layers.append(layer)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of one slot, all layers together."""
+        return sum(2 * heads * dim for heads, dim in self.kv_spec.layers) * self.dtype.itemsize
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the tensors, the null block included."""
+        return (self.num_blocks + 1) * self.block_size * self.bytes_per_token
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> int:
+        """Copy whole blocks, (source, destination) each, in every layer. Returns the bytes copied.
+
+        All sources are read before any destination is written.
+        """
+        if not pairs:
+            return 0
+        for pair in pairs:
+            for block in pair:
+                if not NULL_BLOCK < block <= self.num_blocks:
+                    raise ValueError(f"pairs must name blocks in 1..{self.num_blocks}, got {pair}")
+        if len({destination for _, destination in pairs}) != len(pairs):
+            raise ValueError(f"pairs must not name a destination twice, got {list(pairs)}")
+        # Each [len(pairs)] int64.
+        idx = torch.tensor(list(pairs), dtype=torch.int64, device=self.layers[0].device)
+        source_idx, destination_idx = idx.unbind(1)
+        for layer in self.layers:
+            blocks = layer.view(self.num_blocks + 1, self.block_size, *layer.shape[1:])
+            blocks[destination_idx] = blocks[source_idx]
+        return len(pairs) * self.block_size * self.bytes_per_token
+
+    def fill_unowned(self, owned_slots: Iterable[int], value: float = math.nan) -> None:
+        """Test helper: overwrite every slot that is neither in the null block nor in owned_slots.
+
+        Whoever reads one of them then finds `value` in the result.
+        """
+        num_slots = (self.num_blocks + 1) * self.block_size
+        owned = [int(slot) for slot in owned_slots]
+        if owned and not 0 <= min(owned) <= max(owned) < num_slots:
+            raise ValueError(f"owned_slots must be in 0..{num_slots - 1}, got {min(owned)}..{max(owned)}")
+        mask = torch.ones(num_slots, dtype=torch.bool)  # [(num_blocks + 1) * S] bool
+        mask[: self.block_size] = False
+        mask[owned] = False
+        for layer in self.layers:
+            layer[mask.to(layer.device)] = value

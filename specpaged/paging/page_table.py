@@ -1,0 +1,184 @@
+"""One sequence's list of blocks, with the number of valid tokens in each pool. Rollback is `truncate`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from specpaged.paging.block_allocator import BlockAllocator, IntegrityError, OutOfBlocksError, check_positive
+
+TARGET = 0
+DRAFT = 1
+
+
+class PageTable:
+    """Blocks of one sequence, the same ids in every pool, and one context length per pool.
+
+    A pool is one model's KV cache: the target's, the draft's. The token at position i lies in slot
+    blocks[i // S] * S + i % S of each. One round of two sequences, S = 4 and K = 4 drafts each; T known
+    tokens, the last of which (the bonus) has no KV, so c = T - 1; x: valid in the target, o: in the draft:
+
+                                      A: T = 6, a = 1 accepted            B: T = 8, a = 4 accepted
+        before                target  |xxxx|x...|                c = 5    |xxxx|xxx.|                c = 7
+                              draft   |oooo|o...|                    5    |oooo|ooo.|                    7
+        reserve(c + 1 + K)            |....|....|....|         10 slots   |....|....|....|         12 slots
+        both passes           target  |xxxx|xxxx|xx..|        c + 1 + K   |xxxx|xxxx|xxxx|               12
+                              draft   |oooo|oooo|o...|        T + K - 1   |oooo|oooo|ooo.|               11
+        truncate target to c + 1 + a  |xxxx|xxx.|....|         7, 0 freed |xxxx|xxxx|xxxx|       12, 0 freed
+        truncate draft to             |oooo|ooo.|              7, 1 freed |oooo|oooo|ooo.|       11, 0 freed
+            T + min(a, K - 1)
+
+    Then a fork of A at 6 tokens, A's blocks being [1, 2] and 5 the next one free: the full block is shared,
+    the partly filled one is copied.
+
+        A      [1, 2]  |xxxx|xxx.|
+        child  [1, 5]  |xxxx|xx..|     to copy in every KV cache: [(2, 5)]
+    """
+
+    __slots__ = ("_allocator", "block_size", "blocks", "context_lens", "num_published", "published_tail")
+
+    def __init__(self, allocator: BlockAllocator, block_size: int, num_pools: int = 1):
+        check_positive("block_size", block_size)
+        check_positive("num_pools", num_pools)
+        self._allocator = allocator
+        self.block_size = block_size
+        self.blocks: list[int] = []
+        self.context_lens: list[int] = [0] * num_pools  # per pool: tokens whose KV is valid
+        # How far the prefix cache's last publish() of this table came. Set by the cache, reset here.
+        self.num_published = 0
+        self.published_tail: object | None = None
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that the blocks have room for."""
+        return len(self.blocks) * self.block_size
+
+    def num_new_blocks(self, num_tokens: int) -> int:
+        """Blocks that reserve(num_tokens) would allocate."""
+        return max(0, -(-num_tokens // self.block_size) - len(self.blocks))
+
+    def reserve(self, num_tokens: int) -> None:
+        """Capacity for num_tokens tokens in all. All or nothing: an error leaves everything as it was.
+
+        The caller will write slots min(context_lens) .. num_tokens - 1: ValueError if one of them lies in a
+        block with more than one owner; a cached block among theirs stops being cached. OutOfBlocksError.
+        """
+        if num_tokens < 0:
+            raise ValueError(f"num_tokens must be >= 0, got {num_tokens}")
+        blocks, allocator = self.blocks, self._allocator
+        num_needed = -(-num_tokens // self.block_size)
+        num_new = num_needed - len(blocks)
+        valid = min(self.context_lens)
+        written = blocks[valid // self.block_size : num_needed] if num_tokens > valid else ()
+        stale = allocator.check_writable(written)
+        if num_new > 0 and num_new > allocator.num_free:
+            raise OutOfBlocksError(
+                f"{num_tokens} tokens need {num_new} more blocks, but only {allocator.num_free} "
+                f"of {allocator.num_blocks} are free"
+            )
+        for block in stale:
+            allocator.uncache(block)
+        for _ in range(num_new):
+            blocks.append(allocator.allocate())
+
+    def advance(self, pool: int, num_tokens: int) -> None:
+        """num_tokens more tokens have valid KV in `pool`.
+
+        ValueError past the capacity, or when one of them lies in a block with more than one owner.
+        """
+        self._check_pool(pool)
+        context_len = self.context_lens[pool]
+        new_len = context_len + num_tokens
+        size = self.block_size
+        if num_tokens < 0 or new_len > len(self.blocks) * size:
+            room = self.capacity - context_len
+            raise ValueError(f"num_tokens must be in 0..{room}, the capacity left, got {num_tokens}")
+        written = self.blocks[context_len // size : -(-new_len // size)] if num_tokens else ()
+        for block in self._allocator.check_writable(written):
+            self._allocator.uncache(block)
+        self.context_lens[pool] = new_len
+
+    def truncate(self, pool: int, num_tokens: int) -> int:
+        """The only rollback: `pool` keeps its first num_tokens tokens. O(blocks dropped); moves no KV.
+
+        Blocks that no pool needs any more are freed, reserved but unused ones too. Returns how many.
+        """
+        self._check_pool(pool)
+        context_lens = self.context_lens
+        if not 0 <= num_tokens <= context_lens[pool]:
+            raise ValueError(
+                f"num_tokens must be in 0..{context_lens[pool]}, the context of pool {pool}, got {num_tokens}"
+            )
+        context_lens[pool] = num_tokens
+        if num_tokens < self.num_published * self.block_size:
+            self.num_published, self.published_tail = 0, None
+        return self._drop(-(-max(context_lens) // self.block_size))
+
+    def fork(self, num_tokens: int) -> tuple[PageTable, list[tuple[int, int]]]:
+        """A child with the first num_tokens tokens, valid in every pool of this one, and the blocks to copy.
+
+        Full blocks are shared. A partly filled last block gets a copy: (source, destination), to be made in
+        every KV cache before either sequence writes. OutOfBlocksError leaves everything as it was.
+        """
+        valid = min(self.context_lens)
+        if not 0 <= num_tokens <= valid:
+            raise ValueError(f"num_tokens must be in 0..{valid}, valid in every pool, got {num_tokens}")
+        child = PageTable(self._allocator, self.block_size, len(self.context_lens))
+        num_full, remainder = divmod(num_tokens, self.block_size)
+        pairs = [(self.blocks[num_full], self._allocator.allocate())] if remainder else []
+        for block in self.blocks[:num_full]:
+            self._allocator.share(block)
+        child.blocks = self.blocks[:num_full] + [destination for _, destination in pairs]
+        child.context_lens = [num_tokens] * len(self.context_lens)
+        return child, pairs
+
+    def adopt(self, blocks: Sequence[int], num_tokens: int) -> None:
+        """Take over full blocks that already count this table as an owner (PrefixCache.match).
+
+        The table must be empty, and num_tokens == len(blocks) * S.
+        """
+        if self.blocks:
+            raise ValueError(f"only an empty page table can adopt blocks; this one has {len(self.blocks)}")
+        if num_tokens != len(blocks) * self.block_size:
+            raise ValueError(
+                f"num_tokens must be {len(blocks) * self.block_size} ({len(blocks)} full blocks of "
+                f"{self.block_size}), got {num_tokens}"
+            )
+        for block in blocks:
+            if self._allocator.ref_count(block) == 0:
+                raise ValueError(f"blocks must each have an owner; block {block} has none")
+        self.blocks = list(blocks)
+        self.context_lens = [num_tokens] * len(self.context_lens)
+
+    def free(self) -> int:
+        """Give every block back; the table is empty and usable again. Returns how many it had."""
+        self.context_lens = [0] * len(self.context_lens)
+        self.num_published, self.published_tail = 0, None
+        return self._drop(0)
+
+    def check_integrity(self) -> None:
+        """IntegrityError unless the blocks are distinct and owned, and hold what is valid and published."""
+        if len(set(self.blocks)) != len(self.blocks):
+            raise IntegrityError(f"the page table names a block twice: {self.blocks}")
+        for block in self.blocks:
+            if not 0 < block <= self._allocator.num_blocks:
+                raise IntegrityError(f"the page table names block {block}, which does not exist")
+            if self._allocator.ref_count(block) == 0:
+                raise IntegrityError(f"the page table names block {block}, which has no owner")
+        for pool, context_len in enumerate(self.context_lens):
+            if not 0 <= context_len <= self.capacity:
+                raise IntegrityError(f"pool {pool} has {context_len} valid tokens, capacity {self.capacity}")
+        valid = min(self.context_lens)
+        if self.num_published * self.block_size > valid:
+            raise IntegrityError(f"{self.num_published} blocks are published, but {valid} tokens are valid")
+
+    def _drop(self, num_kept: int) -> int:
+        blocks, free = self.blocks, self._allocator.free
+        num_dropped = len(blocks) - num_kept
+        # Last block first: in the LRU of cached blocks a continuation is then older than what it continues.
+        for _ in range(num_dropped):
+            free(blocks.pop())
+        return num_dropped
+
+    def _check_pool(self, pool: int) -> None:
+        if not 0 <= pool < len(self.context_lens):
+            raise ValueError(f"pool must be in 0..{len(self.context_lens) - 1}, got {pool!r}")

@@ -1,0 +1,1 @@
+"""From logits to tokens: processing, noise, log-probabilities."""

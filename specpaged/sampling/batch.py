@@ -1,0 +1,96 @@
+"""The sequences of one step as sampling sees them: process rows of logits, sample from them.
+
+A row of logits belongs to request `request_idx[r]` after `num_drafts_seen[r]` of its drafts. Its history is the
+request's output tokens and those drafts; its output index t is their number. With noise g(seed, t, v) of
+`noise.gumbel_noise`, the token sampled is argmax_v(processed_v + g), which is distributed as softmax(processed); the
+same row processed for the draft model meets the same noise (*coupled* sampling).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from specpaged.sampling.elementwise import softmax_fp32
+from specpaged.sampling.noise import gumbel_noise
+from specpaged.sampling.processors import Row, SamplingRequest, process_rows
+
+__all__ = ["SamplingBatch", "SamplingRequest"]
+
+
+class SamplingBatch:
+    """Requests of one step. Valid for that step alone: outputs committed later are another batch's."""
+
+    def __init__(self, requests: Sequence[SamplingRequest], vocab_size: int, device: torch.device | str):
+        self.requests = requests
+        self.vocab_size = vocab_size
+        self.device = device
+        self.all_greedy = all(request.params.greedy for request in requests)  # no row gets noise
+        self.needs_processing = any(request.needs_processing for request in requests)
+        # The drafter's noise at (request, t) is the target's: kept from proposing to verifying.
+        self._noise: dict[tuple[int, int], Tensor] = {}
+
+    def output_idx(self, request_idx: int, num_drafts_seen: int) -> int:
+        """The output index t that a row decides."""
+        return len(self.requests[request_idx].output_token_ids) + num_drafts_seen
+
+    def process(
+        self,
+        logits: Tensor,  # [M, V] fp32
+        request_idx: Sequence[int],
+        num_drafts_seen: Sequence[int],
+        drafts: Sequence[Sequence[int]],
+    ) -> Tensor:
+        """[M, V] fp32: masks, biases, penalties, temperature, min_p, top_k and top_p applied.
+
+        The input stays untouched and is itself returned where no request asks for anything.
+        """
+        if not self.needs_processing:
+            return logits
+        rows = [
+            Row(self.requests[i], drafts[i][:seen] if seen else ())
+            for i, seen in zip(request_idx, num_drafts_seen, strict=True)
+        ]
+        return process_rows(logits, rows)
+
+    def sample(
+        self,
+        processed: Tensor,  # [M, V] fp32
+        request_idx: Sequence[int],
+        num_drafts_seen: Sequence[int],
+    ) -> tuple[Tensor, Tensor]:
+        """Token ids [M] int64 and ok [M] bool (False: the row's maximum is NaN, or no token is allowed).
+
+        Of equals the lowest id is taken. An id whose row is not ok means nothing, but is within the vocabulary.
+        """
+        if not self.all_greedy:
+            processed = self._add_noise(processed, request_idx, num_drafts_seen)
+        values, token_ids = processed.max(dim=-1)
+        return token_ids, values > float("-inf")
+
+    def probs(self, processed: Tensor) -> Tensor:
+        """[M, V] fp32: the distribution that `sample` draws from (temperature 0 aside)."""
+        return softmax_fp32(processed)
+
+    def _add_noise(self, processed: Tensor, request_idx: Sequence[int], num_drafts_seen: Sequence[int]) -> Tensor:
+        rows, keys = [], []
+        for r, (i, seen) in enumerate(zip(request_idx, num_drafts_seen, strict=True)):
+            if not self.requests[i].params.greedy:
+                rows.append(r)
+                keys.append((i, self.output_idx(i, seen)))
+        if not rows:
+            return processed
+        missing = [key for key in dict.fromkeys(keys) if key not in self._noise]
+        if missing:
+            seeds = [self.requests[i].seed for i, _ in missing]
+            noise = gumbel_noise(seeds, [t for _, t in missing], self.vocab_size, processed.device)
+            self._noise.update(zip(missing, noise.unbind(), strict=True))
+        noise = torch.stack([self._noise[key] for key in keys])
+        if len(rows) == processed.shape[0]:
+            return noise.add_(processed)
+        noisy = processed.clone()
+        idx = torch.tensor(rows, device=processed.device)
+        noisy[idx] += noise
+        return noisy

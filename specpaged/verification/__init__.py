@@ -1,0 +1,1 @@
+"""Which drafts stand, and the token that follows them."""

@@ -1,0 +1,75 @@
+"""What every verifier takes and gives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+from specpaged.sampling.batch import SamplingBatch
+from specpaged.sampling.logprobs import TokenLogprobs, token_logprobs
+
+if TYPE_CHECKING:
+    from specpaged.drafting.base import DraftOutput
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyOutput:
+    """What each sequence of the batch gains from one step."""
+
+    token_ids: list[list[int]]  # output = accepted + bonus; [] where failed
+    num_accepted: list[int]
+    failed: list[bool]  # NaN, or no token allowed, in a row that counts
+    logprobs: list[list[TokenLogprobs] | None]  # of raw logits, one per output token, where asked for
+
+
+class Verifier(Protocol):
+    """Decides how many drafts of each sequence stand, and the token that follows them."""
+
+    name: str
+
+    def verify(self, logits: Tensor, draft: DraftOutput, sampling: SamplingBatch) -> VerifyOutput:
+        """Verify `logits` [M, V] fp32: len(draft.token_ids[i]) + 1 rows of sequence i, in order."""
+        ...
+
+
+def get_verifier(name: str) -> Verifier:
+    """The verifier of that name.
+
+    Raises:
+        ValueError: naming the verifiers that there are.
+    """
+    from specpaged.verification.coupled import CoupledVerifier
+    from specpaged.verification.rejection import RejectionVerifier
+
+    if name in ("greedy", "coupled"):
+        return CoupledVerifier(name)
+    if name == "rejection":
+        return RejectionVerifier()
+    raise ValueError(f"verification={name!r} is unknown; allowed: 'greedy', 'coupled', 'rejection'")
+
+
+def verify_rows(drafts: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
+    """Per row to verify: which sequence it belongs to, and how many of its drafts precede it.
+
+    Drafts [[5, 6], [], [7]] have the rows  request_idx 0 0 0 1 2 2,  num_drafts_seen 0 1 2 0 0 1.
+    """
+    request_idx = [i for i, token_ids in enumerate(drafts) for _ in range(len(token_ids) + 1)]
+    num_drafts_seen = [j for token_ids in drafts for j in range(len(token_ids) + 1)]
+    return request_idx, num_drafts_seen
+
+
+def output_logprobs(
+    logits: Tensor, drafts: Sequence[Sequence[int]], token_ids: Sequence[Sequence[int]], sampling: SamplingBatch
+) -> list[list[TokenLogprobs] | None]:
+    """Log-probabilities of the output tokens of the sequences that ask for them."""
+    result: list[list[TokenLogprobs] | None] = []
+    row = 0
+    for request, draft, output in zip(sampling.requests, drafts, token_ids, strict=True):
+        num_top = request.params.logprobs
+        wanted = logits[row : row + len(output)]
+        result.append(None if num_top is None else token_logprobs(wanted, output, num_top))
+        row += len(draft) + 1
+    return result
