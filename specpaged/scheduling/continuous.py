@@ -160,7 +160,7 @@ class ContinuousScheduler:
             return self._fits(sequence.num_tokens, 0)
         blocks = self.prefix_cache.match(sequence.token_ids, shareable)
         if not self._fits(sequence.num_tokens, len(blocks)):
-            for block in blocks:
+            for block in reversed(blocks):  # as a page table does it: a continuation is evicted before its beginning
                 self.allocator.free(block)
             return False
         if blocks:

@@ -1,0 +1,246 @@
+from __future__ import annotations
+
+import pytest
+
+from specpaged.paging.block_allocator import BlockAllocator, IntegrityError
+from specpaged.paging.page_table import DRAFT, TARGET, PageTable
+from specpaged.paging.prefix_cache import PrefixCache
+
+S = 4
+TOKENS = list(range(100, 112))  # three full blocks
+
+
+@pytest.fixture
+def allocator():
+    return BlockAllocator(8)
+
+
+@pytest.fixture
+def cache(allocator):
+    return PrefixCache(allocator, S)
+
+
+def filled(allocator: BlockAllocator, num_tokens: int, num_pools: int = 1) -> PageTable:
+    table = PageTable(allocator, S, num_pools)
+    table.reserve(num_tokens)
+    for pool in range(num_pools):
+        table.advance(pool, num_tokens)
+    return table
+
+
+def found(cache: PrefixCache, allocator: BlockAllocator, token_ids, max_tokens=None) -> list[int]:
+    """Like match, without keeping the blocks."""
+    blocks = cache.match(token_ids, len(token_ids) if max_tokens is None else max_tokens)
+    for block in reversed(blocks):
+        allocator.free(block)
+    return blocks
+
+
+@pytest.mark.parametrize("max_tokens", range(15))
+def test_match_finds_full_blocks_below_max_tokens_only(cache, allocator, max_tokens):
+    table = filled(allocator, 12)
+    assert cache.publish(table, TOKENS) == 3
+    assert found(cache, allocator, TOKENS, max_tokens) == table.blocks[: min(max_tokens, 12) // S]
+
+
+def test_a_match_is_owned_by_its_caller(cache, allocator):
+    table = filled(allocator, 12)
+    cache.publish(table, TOKENS)
+    adopter = PageTable(allocator, S)
+    adopter.adopt(cache.match(TOKENS, 11), 8)
+    allocator.check_integrity([table.blocks, adopter.blocks])
+    table.free()
+    assert allocator.num_held == 2
+    adopter.free()
+    assert allocator.num_held == 0
+
+
+def test_a_block_is_found_by_its_tokens_and_everything_before_them(cache, allocator):
+    table = filled(allocator, 8)
+    cache.publish(table, TOKENS)
+    other_first = [0, *TOKENS[1:]]
+    other_second = [*TOKENS[:7], 0]
+    assert found(cache, allocator, other_first) == []
+    assert found(cache, allocator, other_second) == table.blocks[:1]
+    assert found(cache, allocator, TOKENS[4:8]) == []  # the second block's tokens in first place
+
+
+def test_only_full_blocks_of_committed_tokens_are_published(cache, allocator):
+    table = filled(allocator, 12)
+    assert cache.publish(table, TOKENS[:3]) == 0
+    assert cache.publish(table, TOKENS[:7]) == 1  # positions 7.. hold drafts that nobody has verified
+    assert found(cache, allocator, TOKENS) == table.blocks[:1]
+
+
+def test_a_block_that_one_pool_lacks_is_not_published(cache, allocator):
+    table = PageTable(allocator, S, num_pools=2)
+    table.reserve(12)
+    table.advance(TARGET, 12)
+    table.advance(DRAFT, 7)
+    # target |xxxx|xxxx|xxxx|
+    # draft  |oooo|ooo.|....|
+    assert cache.publish(table, TOKENS) == 1
+    table.advance(DRAFT, 1)
+    assert cache.publish(table, TOKENS) == 1
+    assert found(cache, allocator, TOKENS) == table.blocks[:2]
+
+
+def test_publish_is_idempotent_and_continues_where_it_ended(cache, allocator):
+    table = filled(allocator, 5)
+    assert [cache.publish(table, TOKENS[:6]) for _ in range(3)] == [1, 0, 0]
+    table.reserve(12)
+    table.advance(TARGET, 7)
+    assert [cache.publish(table, TOKENS) for _ in range(3)] == [2, 0, 0]
+    assert cache.num_cached_blocks == 3
+    cache.check_integrity()
+
+
+def test_of_two_equal_blocks_the_first_stays(cache, allocator):
+    first, second = filled(allocator, 8), filled(allocator, 12)
+    assert cache.publish(first, TOKENS[:8]) == 2
+    assert cache.publish(second, TOKENS) == 1
+    assert found(cache, allocator, TOKENS) == [*first.blocks, second.blocks[2]]
+    second_only = second.blocks[:2]
+    second.free()
+    assert not any(allocator.is_cached(block) for block in second_only)
+    cache.check_integrity()
+
+
+def test_an_unowned_block_stays_findable_until_its_space_is_needed(cache, allocator):
+    table = filled(allocator, 12)
+    cache.publish(table, TOKENS)
+    blocks = list(table.blocks)
+    table.free()
+    assert allocator.num_free == 8
+    other = filled(allocator, 5 * S)  # takes the plain free ones
+    assert found(cache, allocator, TOKENS) == blocks
+    other.reserve(6 * S)
+    assert found(cache, allocator, TOKENS) == blocks[:2]  # a continuation goes before what it continues
+    other.reserve(8 * S)
+    assert found(cache, allocator, TOKENS) == []
+    assert (cache.num_cached_blocks, allocator.num_free) == (0, 0)
+    cache.check_integrity()
+    allocator.check_integrity([other.blocks])
+
+
+def test_the_prefix_not_used_for_longest_is_evicted_first(cache, allocator):
+    prompts = [[i] * S for i in range(8)]
+    for prompt in prompts:
+        table = filled(allocator, S)
+        cache.publish(table, prompt)
+        table.free()
+    assert found(cache, allocator, prompts[0])  # used just now
+    filled(allocator, 2 * S)
+    survivors = [i for i, prompt in enumerate(prompts) if found(cache, allocator, prompt)]
+    assert survivors == [0, 3, 4, 5, 6, 7]
+
+
+def test_an_owned_block_is_never_evicted(cache, allocator):
+    table = filled(allocator, 8)
+    cache.publish(table, TOKENS)
+    other = filled(allocator, 6 * S)
+    other.free()
+    filled(allocator, 6 * S)
+    assert found(cache, allocator, TOKENS) == table.blocks
+
+
+def test_a_continuation_outlives_an_evicted_beginning_and_is_found_again_with_it(cache, allocator):
+    first, second = filled(allocator, 4), filled(allocator, 8)
+    cache.publish(first, TOKENS)
+    cache.publish(second, TOKENS)  # its first block is a copy of first's, and not cached
+    first.free()
+    hog = filled(allocator, 6 * S)  # evicts the beginning; second holds the continuation
+    assert cache.num_cached_blocks == 1
+    assert found(cache, allocator, TOKENS) == []
+    cache.check_integrity()
+    hog.free()
+    third = filled(allocator, 4)
+    assert cache.publish(third, TOKENS) == 1
+    assert found(cache, allocator, TOKENS) == [third.blocks[0], second.blocks[1]]
+
+
+def test_a_table_whose_equal_block_was_evicted_publishes_its_own(cache, allocator):
+    first, second = filled(allocator, 4), filled(allocator, 4)
+    cache.publish(first, TOKENS)
+    assert cache.publish(second, TOKENS) == 0
+    first.free()
+    filled(allocator, 7 * S).free()
+    assert cache.num_cached_blocks == 0
+    second.reserve(8)
+    second.advance(TARGET, 4)
+    assert cache.publish(second, TOKENS) == 2
+    assert found(cache, allocator, TOKENS) == second.blocks
+
+
+@pytest.mark.parametrize("write", ["reserve", "advance"])
+def test_a_block_about_to_be_overwritten_is_no_longer_found(cache, allocator, write):
+    table = filled(allocator, 8)
+    cache.publish(table, TOKENS)
+    table.truncate(TARGET, 6)
+    table.reserve(6)
+    table.advance(TARGET, 0)
+    # |xxxx|xx..|   both blocks are published, and intact
+    assert found(cache, allocator, TOKENS) == table.blocks
+    if write == "reserve":
+        table.reserve(7)
+    else:
+        table.advance(TARGET, 2)
+    assert found(cache, allocator, TOKENS) == table.blocks[:1]
+    table.advance(TARGET, 8 - table.context_lens[TARGET])
+    assert cache.publish(table, [*TOKENS[:6], 0, 0]) == 1
+    assert found(cache, allocator, TOKENS) == table.blocks[:1]
+    assert found(cache, allocator, [*TOKENS[:6], 0, 0]) == table.blocks
+    cache.check_integrity()
+
+
+def test_a_reserve_that_fails_leaves_the_cache_as_it_was(cache, allocator):
+    table = filled(allocator, 8)
+    cache.publish(table, TOKENS)
+    table.truncate(TARGET, 6)
+    with pytest.raises(RuntimeError):
+        table.reserve(1000)
+    assert found(cache, allocator, TOKENS) == table.blocks
+
+
+def test_a_freed_table_publishes_from_its_beginning_again(cache, allocator):
+    table = filled(allocator, 8)
+    cache.publish(table, TOKENS)
+    table.free()
+    other = [*TOKENS[:4][::-1], *TOKENS]
+    table.reserve(12)
+    table.advance(TARGET, 12)
+    assert cache.publish(table, other) == 3
+    assert found(cache, allocator, other) == table.blocks
+    cache.check_integrity()
+
+
+def test_an_allocator_serves_one_cache(cache, allocator):
+    with pytest.raises(ValueError, match="allocator must not have a prefix cache yet"):
+        PrefixCache(allocator, S)
+
+
+def test_bad_arguments_are_named(cache, allocator):
+    with pytest.raises(ValueError, match="max_tokens must be >= 0, got -1"):
+        cache.match(TOKENS, -1)
+    with pytest.raises(ValueError, match="table must have the cache's block size, 4, got 16"):
+        cache.publish(PageTable(allocator, 16), TOKENS)
+    with pytest.raises(ValueError, match="block_size must be an int >= 1, got 0"):
+        PrefixCache(BlockAllocator(1), 0)
+
+
+@pytest.mark.parametrize(
+    "break_it",
+    [
+        lambda cache, allocator: allocator._cached.__setitem__(1, 0),
+        lambda cache, allocator: allocator._cached.__setitem__(5, 1),
+        lambda cache, allocator: cache._nodes.pop(2),
+        lambda cache, allocator: setattr(cache._nodes[2], "parent", cache._root),
+        lambda cache, allocator: setattr(cache._nodes[2], "block", 0),
+    ],
+)
+def test_check_integrity_finds_a_broken_cache(cache, allocator, break_it):
+    cache.publish(filled(allocator, 8), TOKENS)
+    cache.check_integrity()
+    break_it(cache, allocator)
+    with pytest.raises(IntegrityError):
+        cache.check_integrity()

@@ -1,0 +1,153 @@
+"""The continuous scheduler alone: no model, only lengths."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specpaged.config import SpeculativeConfig
+from specpaged.paging.block_allocator import BlockAllocator
+from specpaged.paging.page_table import DRAFT, TARGET, PageTable
+from specpaged.sampling_params import SamplingParams
+from specpaged.scheduling.continuous import ContinuousScheduler
+from specpaged.sequence import Sequence, SequenceStatus
+
+BLOCK_SIZE = 4
+MAX_MODEL_LEN = 48
+
+
+def make_scheduler(num_blocks=40, max_num_seqs=4, budget=16, k=3, **overrides):
+    arguments = {
+        "block_size": BLOCK_SIZE,
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": budget,
+        "max_model_len": MAX_MODEL_LEN,
+        "speculative_config": SpeculativeConfig(model="draft", num_speculative_tokens=k) if k else None,
+        "prefix_cache": None,
+    }
+    return ContinuousScheduler(BlockAllocator(num_blocks), **(arguments | overrides))
+
+
+def make_sequence(scheduler, name, num_prompt_tokens, max_tokens=8, k=3):
+    sequence = Sequence(
+        name,
+        list(range(1, num_prompt_tokens + 1)),
+        SamplingParams(temperature=0, max_tokens=max_tokens),
+        seed=0,
+        page_table=PageTable(scheduler.allocator, BLOCK_SIZE, 2 if k else 1),
+        max_draft_tokens=k,
+    )
+    scheduler.add(sequence)
+    return sequence
+
+
+def run_step(scheduler, step, accept):
+    """What an engine does with a step: write KV, accept some drafts, roll back, end who is done."""
+    for entry in step.entries:
+        sequence, table, k = entry.sequence, entry.sequence.page_table, entry.num_draft_tokens
+        table.advance(TARGET, entry.num_new_tokens + k)
+        known = entry.context_len + entry.num_new_tokens
+        if not entry.samples:
+            continue
+        kept = min(accept(k), k)
+        for token in range(kept + 1):
+            sequence.append(token)
+        if k:
+            table.advance(DRAFT, known + k - 1 - table.context_lens[DRAFT])
+        table.truncate(TARGET, known + kept)
+        if k:
+            table.truncate(DRAFT, known + min(kept, k - 1))
+        if len(sequence.output_token_ids) >= sequence.params.max_tokens or sequence.num_tokens >= MAX_MODEL_LEN:
+            scheduler.finish(sequence)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 17)), min_size=1, max_size=9),
+    num_blocks=st.integers(12, 40),
+    budget=st.integers(4, 40),
+    k=st.integers(0, 5),
+    seed=st.integers(0, 1000),
+)
+def test_every_step_keeps_its_limits_and_everybody_finishes(lengths, num_blocks, budget, k, seed):
+    scheduler = make_scheduler(num_blocks=num_blocks, budget=budget, k=k)
+    sequences = [make_sequence(scheduler, str(i), p, m, k) for i, (p, m) in enumerate(lengths)]
+    rng = random.Random(seed)
+    for _ in range(2000):
+        if not len(scheduler):
+            break
+        step = scheduler.schedule()
+        assert step.entries, "somebody can always run"
+        assert len(step.entries) <= len(scheduler.running) <= 4
+        assert sum(e.num_new_tokens + e.num_draft_tokens for e in step.entries) <= budget
+        for entry in step.entries:
+            table = entry.sequence.page_table
+            assert entry.num_new_tokens >= 1
+            assert entry.context_len == table.context_lens[TARGET]
+            assert table.capacity >= entry.context_len + entry.num_new_tokens + entry.num_draft_tokens
+            assert entry.num_draft_tokens == 0 or entry.samples
+            room = entry.sequence.params.max_tokens - len(entry.sequence.output_token_ids)
+            assert entry.num_draft_tokens <= max(0, min(k, room - 1))
+        run_step(scheduler, step, lambda drafts: rng.randint(0, drafts))
+        scheduler.check_integrity()
+    assert all(sequence.status is SequenceStatus.FINISHED for sequence in sequences)
+    assert scheduler.allocator.num_free == num_blocks
+
+
+def test_the_youngest_is_preempted_and_comes_back_first():
+    scheduler = make_scheduler(num_blocks=6, budget=64, k=0)
+    old, young = make_sequence(scheduler, "old", 11, k=0), make_sequence(scheduler, "young", 11, k=0)
+    late = make_sequence(scheduler, "late", 3, k=0)
+    run_step(scheduler, scheduler.schedule(), lambda _: 0)  # 3 + 3 blocks: the pool is full, late waits
+    assert scheduler.running == [old, young]
+    run_step(scheduler, scheduler.schedule(), lambda _: 0)  # 12 tokens each: still 3 blocks
+    step = scheduler.schedule()  # the 13th token needs a fourth block
+    assert [entry.sequence for entry in step.entries] == [old]
+    assert list(scheduler.waiting) == [young, late]
+    assert young.page_table.blocks == []
+    assert young.counters.preemptions == scheduler.num_preemptions == 1
+
+
+def test_drafts_never_preempt_anybody():
+    scheduler = make_scheduler(num_blocks=6, budget=64, k=3)
+    for name in ("a", "b"):
+        make_sequence(scheduler, name, 10, max_tokens=20)
+    run_step(scheduler, scheduler.schedule(), lambda _: 0)
+    step = scheduler.schedule()  # 11 known tokens each, 3 blocks each: one slot left for a draft
+    assert [entry.num_draft_tokens for entry in step.entries] == [1, 1]
+    assert scheduler.num_preemptions == 0
+
+
+def test_a_prefill_leaves_room_for_the_drafts_of_those_who_decode():
+    scheduler = make_scheduler(budget=16, k=3)
+    make_sequence(scheduler, "decoding", 4, max_tokens=20)
+    run_step(scheduler, scheduler.schedule(), lambda _: 0)
+    make_sequence(scheduler, "long", 30)
+    step = scheduler.schedule()
+    assert [(e.num_new_tokens, e.num_draft_tokens) for e in step.entries] == [(1, 3), (12, 0)]
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_sequence_is_admitted_when_its_known_tokens_fit(missing):
+    scheduler = make_scheduler(num_blocks=3 - missing, budget=64, k=0)
+    make_sequence(scheduler, "a", 12, k=0)
+    assert len(scheduler.schedule().entries) == 1 - missing
+
+
+def test_siblings_wait_for_the_prompt_and_then_share_it():
+    scheduler = make_scheduler(budget=8, k=0)
+    first = make_sequence(scheduler, "r", 14, k=0)
+    second = make_sequence(scheduler, "r", 14, k=0)
+    second.fork_source = first
+    run_step(scheduler, scheduler.schedule(), lambda _: 0)
+    assert scheduler.running == [first]  # 8 of 14 tokens: too early
+    run_step(scheduler, scheduler.schedule(), lambda _: 0)
+    step = scheduler.schedule()
+    assert [entry.sequence for entry in step.entries] == [first, second]
+    # 13 tokens shared: three full blocks, and a copy of the fourth, of which one token is the sibling's.
+    assert second.page_table.blocks[:3] == first.page_table.blocks[:3]
+    assert step.forks == ((first.page_table.blocks[3], second.page_table.blocks[3]),)
+    assert step.entries[1].num_new_tokens == 1
