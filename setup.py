@@ -28,8 +28,8 @@ setup(
     extras_require={
         "xformers": ["xformers>=0.0.35"],
         "vllm": ["vllm>=0.30,<0.34"],
-        "bench": ["pytest-benchmark", "matplotlib"],
-        "dev": ["pytest", "pytest-benchmark", "hypothesis", "ruff", "matplotlib"],
+        "bench": ["pytest-benchmark", "matplotlib", "psutil"],
+        "dev": ["pytest", "pytest-benchmark", "hypothesis", "ruff", "matplotlib", "psutil"],
     },
     entry_points={"console_scripts": ["specpaged = specpaged.cli:app"]},
 )

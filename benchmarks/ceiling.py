@@ -1,0 +1,60 @@
+"""What a forward pass costs at a batch: the physical bound of speculation there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from statistics import median
+
+from benchmarks.ours import Ours
+from specpaged.batch import RaggedBatch, RaggedRow, pack
+from specpaged.modeling.model_runner import ModelRunner
+from specpaged.paging.page_table import PageTable
+
+REPETITIONS = 20
+
+
+def forward_seconds(
+    contenders: Sequence[Ours], sequences: Sequence[Sequence[int]], context_lens: Sequence[int], num_rows: Sequence[int]
+) -> dict[tuple[str, str, int], float]:
+    """Median seconds of a pass over all sequences by (numerics, "target" | "draft", rows per sequence).
+
+    Sequence i has KV for its first context_lens[i] tokens, and known tokens behind them for max(num_rows) rows.
+    The draft's pass is the one of one row that it repeats while drafting. All passes take turns.
+    """
+    passes: dict[tuple[str, str, int], tuple[ModelRunner, RaggedBatch]] = {}
+    tables: list[PageTable] = []
+    for ours in contenders:
+        engine = ours.llm.engine
+        block_size = ours.llm.config.block_size
+        held = [PageTable(engine.allocator, block_size) for _ in sequences]
+        tables += held
+        for table, length in zip(held, context_lens, strict=True):
+            table.reserve(length + max(num_rows))
+
+        def batch(rows: int, held=held, block_size=block_size) -> RaggedBatch:
+            return pack(
+                [
+                    RaggedRow(tokens[length : length + rows], length, table.blocks, rows)
+                    for tokens, length, table in zip(sequences, context_lens, held, strict=True)
+                ],
+                block_size,
+            )
+
+        for runner in (engine.target, engine.draft):
+            for tokens, length, table in zip(sequences, context_lens, held, strict=True):
+                runner.forward(pack([RaggedRow(tokens[:length], 0, table.blocks, 1)], block_size))
+        for rows in num_rows:
+            passes[ours.numerics, "target", rows] = engine.target, batch(rows)
+        passes[ours.numerics, "draft", 1] = engine.draft, batch(1)
+
+    seconds: dict[tuple[str, str, int], list[float]] = {key: [] for key in passes}
+    for repetition in range(REPETITIONS + 1):
+        for key, (runner, ragged) in passes.items():
+            start = time.perf_counter()
+            runner.forward(ragged)
+            if repetition > 0:  # the first one warms up
+                seconds[key].append(time.perf_counter() - start)
+    for table in tables:
+        table.free()
+    return {key: median(values) for key, values in seconds.items()}

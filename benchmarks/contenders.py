@@ -1,0 +1,80 @@
+"""Who runs, and on what: the embedded pair, its sample prompts, greedy, outputs of one length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from benchmarks.ours import Ours, Run
+from benchmarks.transformers_contenders import Generate, GenerateBatch, missing_for_generate_batch
+from specpaged.config import EMBEDDED_TARGET
+from specpaged.modeling.loading import load_tokenizer
+from specpaged.prompts import evenly_spread, load_prompts
+
+OUTPUT_LEN = 64
+NUM_DRAFTS = 5
+# From about 48 rows on a CPU computes as long as there are rows: drafting less pays at B = 32.
+NUM_DRAFTS_BY_BATCH = [[1, 16, NUM_DRAFTS], [17, 256, 2]]
+
+PLAIN_EXACT, PLAIN_FAST = "plain exact", "plain fast"
+PLAIN = (PLAIN_EXACT, PLAIN_FAST)
+
+
+class Contender(Protocol):
+    name: str
+
+    def prepare(self, batch_size: int) -> None:
+        """Get ready for this B; not timed."""
+
+    def run(self, prompts: Sequence[Sequence[int]], batch_size: int) -> Run:
+        """Decode all prompts, at most B at a time, OUTPUT_LEN tokens each."""
+
+
+class Field:
+    """All contenders, each loaded once, when it is first needed."""
+
+    def __init__(self) -> None:
+        self._loaded: dict[str, Contender] = {}
+        self._makers = {
+            PLAIN_EXACT: lambda name: Ours(name, "exact", OUTPUT_LEN, num_speculative_tokens=0),
+            PLAIN_FAST: lambda name: Ours(name, "fast", OUTPUT_LEN, num_speculative_tokens=0),
+            "speculative exact": lambda name: Ours(name, "exact", OUTPUT_LEN, num_speculative_tokens=NUM_DRAFTS),
+            "speculative fast": lambda name: Ours(name, "fast", OUTPUT_LEN, num_speculative_tokens=NUM_DRAFTS),
+            "speculative exact, K by batch": lambda name: Ours(
+                name, "exact", OUTPUT_LEN, num_speculative_tokens_per_batch_size=NUM_DRAFTS_BY_BATCH
+            ),
+            "transformers generate": lambda name: Generate(name, OUTPUT_LEN),
+            "transformers assisted": lambda name: Generate(name, OUTPUT_LEN, assistant={}),
+            "transformers assisted, K = 5": lambda name: Generate(
+                name,
+                OUTPUT_LEN,
+                assistant={
+                    "num_assistant_tokens": NUM_DRAFTS,
+                    "num_assistant_tokens_schedule": "constant",
+                    "assistant_confidence_threshold": 0.0,
+                },
+            ),
+            "transformers generate_batch": lambda name: GenerateBatch(name, OUTPUT_LEN),
+        }
+
+    def at(self, batch_size: int) -> list[Contender]:
+        """Those that run at this B."""
+        left_out = set()
+        if batch_size > 1:
+            left_out |= {name for name in self._makers if "assisted" in name}
+        if batch_size <= NUM_DRAFTS_BY_BATCH[0][1]:
+            left_out.add("speculative exact, K by batch")
+        if missing_for_generate_batch():
+            left_out.add("transformers generate_batch")
+        return [self._get(name) for name in self._makers if name not in left_out]
+
+    def _get(self, name: str) -> Contender:
+        if name not in self._loaded:
+            self._loaded[name] = self._makers[name](name)
+        return self._loaded[name]
+
+
+def sample_prompts(count: int) -> list[list[int]]:
+    """Token ids of `count` of the embedded prompts, evenly spread."""
+    tokenizer = load_tokenizer(EMBEDDED_TARGET, False)
+    return [tokenizer.encode(record.text) for record in evenly_spread(load_prompts(None), count)]
