@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from specpaged.config import DTYPES, NUMERICS
 from specpaged.prompts import PromptRecord, clip, evenly_spread, load_prompts
@@ -100,8 +101,11 @@ def _prepare(
     numerics: str,
     threads: int | None,
     trust_remote_code: bool,
+    output: Path | None,
 ) -> Job:
     records = evenly_spread(load_prompts(prompts), num_prompts)
+    if output is not None and (output.is_dir() or not output.absolute().parent.is_dir()):
+        raise ValueError(f"--output={str(output)!r} cannot be written; allowed: a file in a directory that exists")
     import torch
 
     from specpaged.llm import LLM
@@ -132,7 +136,7 @@ def _prepare(
     )
     base = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed)
     params = [base if seed is None else replace(base, seed=seed + i) for i in range(len(records))]
-    console.print(str(llm.report), highlight=False)
+    console.print(str(llm.report), highlight=False, markup=False)
     lengths = sorted(map(len, token_ids))
     console.print(
         f"prompts {len(records)}, {lengths[0]}-{lengths[-1]} tokens (median {lengths[len(lengths) // 2]}), "
@@ -162,14 +166,14 @@ def generate(
     as_json: AsJson = False,
 ) -> None:
     """Complete prompts in batches, speculatively."""
-    arguments = {name: value for name, value in locals().items() if name not in ("output", "as_json")}
+    arguments = {name: value for name, value in locals().items() if name != "as_json"}
     job = _checked(_prepare, **arguments)
-    run = job.run("generating")
+    run = _checked(job.run, "generating")
     metrics = job.llm.metrics
     completions = Table("id", "completion", show_lines=True)
     for record, result in zip(job.records, run.outputs, strict=True):
-        text = result.error or result.outputs[0].text
-        completions.add_row(str(record.question_id), text, style="red" if result.error else None)
+        text = Text(result.error or result.outputs[0].text)  # code is full of what would pass for markup
+        completions.add_row(Text(str(record.question_id)), text, style="red" if result.error else None)
     console.print(completions)
     table = Table(title=f"{len(run.outputs)} prompts, batch {max_num_seqs}, K = {num_speculative_tokens}")
     for column in ("tokens/s", "rounds", "acceptance", "mean acceptance length", "rollback"):
@@ -183,13 +187,10 @@ def generate(
         f"{metrics.rollback_seconds * 1e3:.1f} ms",
     )
     console.print(table)
-    if output is not None:
-        with output.open("w", encoding="utf-8") as file:
-            for record, result in zip(job.records, run.outputs, strict=True):
-                file.write(json.dumps(_as_record(record, result)) + "\n")
+    _write_completions(job, run, output)
     failed = [result.error for result in run.outputs if result.error]
     for error in failed:
-        errors.print(f"[red]error:[/] {error}")
+        _print_error(error)
     if as_json:
         print(json.dumps(_environment() | {"tokens_per_second": run.tokens_per_second} | metrics.as_dict()))
     raise typer.Exit(1 if failed else 0)
@@ -218,6 +219,7 @@ def verify(
             "difference is a fault; 'hf': transformers' generate."
         ),
     ] = "plain",
+    output: Output = None,
     as_json: AsJson = False,
 ) -> None:
     """Decode every prompt plainly, one at a time, and speculatively in batches; compare token ids."""
@@ -231,12 +233,13 @@ def verify(
     runs = []
     if reference == "plain":
         opted_out = [replace(p, extra_args={"num_speculative_tokens": 0}) for p in job.params]
-        runs.append(job.run("plain, one at a time", opted_out, one_at_a_time=True))
-        runs.append(job.run(f"plain, batch of {max_num_seqs}", opted_out))
+        runs.append(_checked(job.run, "plain, one at a time", opted_out, one_at_a_time=True))
+        runs.append(_checked(job.run, f"plain, batch of {max_num_seqs}", opted_out))
     else:
-        runs.append(references.run_transformers(job, Run))
-    runs.append(job.run(f"speculative, batch of {max_num_seqs}, K = {num_speculative_tokens}"))
-    mismatches = references.judge(job, runs, reference)
+        runs.append(_checked(references.run_transformers, job, Run))
+    runs.append(_checked(job.run, f"speculative, batch of {max_num_seqs}, K = {num_speculative_tokens}"))
+    _write_completions(job, runs[-1], output)
+    mismatches = _checked(references.judge, job, runs, reference)
     _print_verdict(job, runs, mismatches)
     faults = [m for m in mismatches if m.label == "fault"]
     num_identical = len(job.records) - len({m.prompt_idx for m in mismatches})
@@ -277,9 +280,8 @@ def _print_verdict(job: Job, runs: Sequence[Run], mismatches: Sequence[Any]) -> 
         table = Table("prompt", "first divergence", "reference, ours", "margin", "label", title="mismatches")
         for m in mismatches:
             margin = "" if m.margin is None else f"{m.margin:.2e}"
-            table.add_row(
-                str(job.records[m.prompt_idx].question_id), str(m.position), str(m.token_ids), margin, m.label
-            )
+            name = Text(str(job.records[m.prompt_idx].question_id))
+            table.add_row(name, str(m.position), str(m.token_ids), margin, m.label)
         console.print(table)
 
 
@@ -288,8 +290,20 @@ def _checked(function: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         return function(*args, **kwargs)
     except ValueError as error:
-        errors.print(f"[red]error:[/] {error}", highlight=False)
+        _print_error(str(error))
         raise typer.Exit(2) from None
+
+
+def _print_error(message: str) -> None:
+    """One line, however narrow the terminal, and nothing in it taken for markup."""
+    errors.print(Text.assemble(("error:", "red"), " ", message), soft_wrap=True)
+
+
+def _write_completions(job: Job, run: Run, output: Path | None) -> None:
+    if output is not None:
+        with output.open("w", encoding="utf-8") as file:
+            for record, result in zip(job.records, run.outputs, strict=True):
+                file.write(json.dumps(_as_record(record, result)) + "\n")
 
 
 def _rate(value: float | None, form: str) -> str:

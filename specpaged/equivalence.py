@@ -58,6 +58,8 @@ def tie_tolerance(dtype: str, logit: float) -> float:
     """The largest difference of two logits that counts as a tie: 1e-4 in fp32, two steps of that size in bf16."""
     if dtype == "float32":
         return FP32_TIE
+    if not math.isfinite(logit):
+        return 0.0
     exponent = math.floor(math.log2(max(abs(logit), 2.0**-126)))
     return BF16_STEPS * 2.0 ** (exponent - BF16_MANTISSA_BITS)
 

@@ -26,6 +26,7 @@ Prompt = str | Mapping[str, Any]
 
 DEFAULT_CPU_KV_BYTES = 1 << 30
 GPU_KV_FRACTION = 0.8
+_TOKENS_FORM = "{'prompt_token_ids': [...]}"
 
 
 class LLM:
@@ -128,10 +129,14 @@ class LLM:
         """
         if isinstance(prompts, str | Mapping):
             prompts = [prompts]
+        if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
+            raise ValueError(f"prompts={_shown(prompts)} must be a string, {_TOKENS_FORM}, or a list of these")
         if sampling_params is None:
             sampling_params = SamplingParams()
         if isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params] * len(prompts)
+        if not isinstance(sampling_params, Sequence) or isinstance(sampling_params, str | bytes):
+            raise ValueError(f"sampling_params={_shown(sampling_params)} must be a SamplingParams or a list of them")
         if len(sampling_params) != len(prompts):
             raise ValueError(
                 f"sampling_params has {len(sampling_params)} entries for {len(prompts)} prompts; "
@@ -139,18 +144,18 @@ class LLM:
             )
         outputs: dict[str, RequestOutput] = {}
         request_ids = []
-        for prompt, params in zip(prompts, sampling_params, strict=True):
-            request_id = str(self._num_requests)
-            self._num_requests += 1
-            request_ids.append(request_id)
-            try:
-                text, token_ids = self._encode(prompt)
-                self.engine.add_request(request_id, token_ids, params, text)
-            except ValueError as error:
-                if len(prompts) == 1:
-                    raise
-                outputs[request_id] = _refused(request_id, prompt, str(error))
         try:
+            for prompt, params in zip(prompts, sampling_params, strict=True):
+                request_id = str(self._num_requests)
+                self._num_requests += 1
+                request_ids.append(request_id)
+                try:
+                    text, token_ids = self._encode(prompt)
+                    self.engine.add_request(request_id, token_ids, params, text)
+                except ValueError as error:
+                    if len(prompts) == 1:
+                        raise
+                    outputs[request_id] = _refused(request_id, prompt, str(error))
             self._run(outputs, len(prompts), use_tqdm)
         except BaseException:
             for request_id in request_ids:
@@ -179,17 +184,28 @@ class LLM:
                 bar.update(len(finished))
         self.engine.check_integrity()
 
-    def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+    def _encode(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError(
-                    f"prompt={prompt[:40]!r} is text, but model={self.config.model!r} has no tokenizer; "
-                    "allowed: {'prompt_token_ids': [...]}"
+                    f"prompt={_shown(prompt)} is text, but model={self.config.model!r} has no tokenizer; "
+                    f"allowed: {_TOKENS_FORM}"
                 )
+            try:
+                prompt.encode()
+            except UnicodeEncodeError as error:
+                raise ValueError(
+                    f"prompt={_shown(prompt)} has a lone surrogate at {error.start}; allowed: text that UTF-8 can write"
+                ) from None
             return prompt, self.tokenizer.encode(prompt)
         if isinstance(prompt, Mapping) and "prompt_token_ids" in prompt:
-            return prompt.get("prompt"), list(prompt["prompt_token_ids"])
-        raise ValueError(f"prompt={prompt!r} must be a string or {{'prompt_token_ids': [...]}}")
+            return prompt.get("prompt"), prompt["prompt_token_ids"]
+        raise ValueError(f"prompt={_shown(prompt)} must be a string or {_TOKENS_FORM}")
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 def _refused(request_id: str, prompt: Prompt, error: str) -> RequestOutput:
@@ -207,6 +223,11 @@ def _engine_config(
         speculative_config = SpeculativeConfig()
     if isinstance(speculative_config, Mapping):
         speculative_config = SpeculativeConfig.from_mapping(speculative_config)
+    if not isinstance(speculative_config, SpeculativeConfig | None):
+        raise ValueError(
+            f"speculative_config={_shown(speculative_config)} must be None, a SpeculativeConfig or a mapping such as "
+            "{'model': ..., 'num_speculative_tokens': 5}"
+        )
     if speculative_config is not None and speculative_config.model is None:
         if not embedded and speculative_config.max_num_drafts > 0:
             raise ValueError(

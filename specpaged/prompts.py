@@ -36,7 +36,7 @@ def parse_prompts(lines: Iterable[str], name: str) -> list[PromptRecord]:
             continue
         try:
             entry = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"prompts={name!r} line {number} is not JSON: {error}") from None
         turns = entry.get("turns") if isinstance(entry, dict) else None
         if not isinstance(turns, list) or not turns or not isinstance(turns[0], str) or not turns[0]:
@@ -44,6 +44,8 @@ def parse_prompts(lines: Iterable[str], name: str) -> list[PromptRecord]:
                 f"prompts={name!r} line {number} has turns={turns!r}; allowed: an object whose 'turns' is a list "
                 "that begins with a non-empty string"
             )
+        if not (_is_unicode(line) and _is_unicode(turns[0])):
+            raise ValueError(f"prompts={name!r} line {number} has bytes or surrogates outside UTF-8; allowed: UTF-8")
         records.append(PromptRecord(entry.get("question_id", number), str(entry.get("category", "")), turns[0]))
     if not records:
         raise ValueError(f"prompts={name!r} holds no prompt; allowed: one JSON object per line")
@@ -53,12 +55,24 @@ def parse_prompts(lines: Iterable[str], name: str) -> list[PromptRecord]:
 def load_prompts(source: str | Path | None) -> list[PromptRecord]:
     """Prompts of a file, of standard input ('-'), or (None) the embedded sample prompts."""
     if source == "-":
-        return parse_prompts(sys.stdin, "-")
+        try:
+            return parse_prompts(sys.stdin, "-")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"prompts='-' is not UTF-8: {error}; allowed: Unicode text") from None
     path = Path(source) if source is not None else SAMPLE_PROMPTS
     if not path.is_file():
         raise ValueError(f"prompts={str(source)!r} is not a file; allowed: a path to JSON lines, or '-'")
-    with path.open(encoding="utf-8") as file:
+    # Bytes that are not UTF-8 come through as surrogates, so that their line can be named.
+    with path.open(encoding="utf-8", errors="surrogateescape") as file:
         return parse_prompts(file, path.name)
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def evenly_spread(items: Sequence[T], count: int | None) -> list[T]:

@@ -43,9 +43,12 @@ class TransformersReference:
             trust_remote_code=llm.config.trust_remote_code,
         ).to(model.device)
         self.model.eval()
-        # A fresh configuration: the checkpoint's may hold penalties that nobody asked us for.
+        # A fresh configuration: the checkpoint's may hold penalties that nobody asked us for. It must be the
+        # model's own, too: `generate` fills up what an argument leaves open from there.
         eos = list(model.eos_token_ids)
-        self.generation = GenerationConfig(do_sample=False, eos_token_id=eos or None, pad_token_id=eos[0] if eos else 0)
+        self.model.generation_config = GenerationConfig(
+            do_sample=False, eos_token_id=eos or None, pad_token_id=eos[0] if eos else 0
+        )
 
     @torch.inference_mode()
     def generate(self, token_ids: Sequence[int], max_tokens: int) -> list[int]:
@@ -54,7 +57,6 @@ class TransformersReference:
         output = self.model.generate(
             input_ids,
             attention_mask=torch.ones_like(input_ids),
-            generation_config=self.generation,
             max_new_tokens=max_tokens,
         )
         return output[0, len(token_ids) :].tolist()

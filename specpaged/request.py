@@ -24,6 +24,8 @@ def validate_request(
     """Raise ValueError, naming the argument, its value and what is allowed, for what cannot be served."""
     if not isinstance(params, SamplingParams):
         raise ValueError(f"params={params!r} must be a SamplingParams")
+    if not isinstance(prompt_token_ids, SequenceOf) or isinstance(prompt_token_ids, str | bytes):
+        raise ValueError(f"prompt_token_ids={str(prompt_token_ids)[:80]!r} must be a list of ints")
     if len(prompt_token_ids) == 0:
         raise ValueError("prompt is empty; allowed: at least one token")
     if len(prompt_token_ids) >= max_model_len:
@@ -42,10 +44,9 @@ def validate_request(
             "'rejection'; 'greedy' allows temperature 0 only"
         )
     k = (params.extra_args or {}).get("num_speculative_tokens", 0)
-    if max_num_drafts and k > max_num_drafts:
-        raise ValueError(
-            f"extra_args['num_speculative_tokens']={k} is more than the engine drafts; allowed: 0 to {max_num_drafts}"
-        )
+    if k > max_num_drafts:
+        allowed = f"0 to {max_num_drafts}" if max_num_drafts else "0, as this engine has no draft"
+        raise ValueError(f"extra_args['num_speculative_tokens']={k} is more than the engine drafts; allowed: {allowed}")
     validate_for_model(params, vocab_size, has_tokenizer)
 
 

@@ -1,0 +1,1 @@
+"""HF models on paged KV: loading, the attention hook, the model runner, exact numerics."""

@@ -2,8 +2,8 @@
 
 Both take a group of G sequences:
     query    [G, Hkv, R, D]  R folded rows: query token t and head h of the Hq/Hkv heads of a group at t * (Hq/Hkv) + h
-    keys     [G, L, Hkv, D]  positions 0 .. L-1 of each sequence, zeros past its length
-    values   [G, L, Hkv, D]
+    keys     [G, Hkv, L, D]  positions 0 .. L-1 of each sequence, zeros past its length
+    values   [G, Hkv, L, D]
     hidden   [G, 1, R, L]    additive float mask: 0 where row may read position, -inf elsewhere
 and return [G, Hkv, R, D].
 """
@@ -19,9 +19,8 @@ CHUNK = 64
 
 
 def attend_sdpa(query: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, scaling: float | None) -> Tensor:
-    return F.scaled_dot_product_attention(
-        query, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=hidden, scale=scaling
-    )
+    """Bits depend on R and on L where the CPU's matrix kernels do: which of them are equal is for the probe to say."""
+    return F.scaled_dot_product_attention(query, keys, values, attn_mask=hidden, scale=scaling)
 
 
 def attend_chunked(
@@ -36,12 +35,12 @@ def attend_chunked(
     """In float32; L must be a multiple of CHUNK. A row's bits depend on its own positions alone: a chunk that it may
     not read adds exact zeros."""
     num_seqs, num_kv_heads, rows, head_dim = query.shape
-    length = keys.shape[1]
+    length = keys.shape[2]
     chunks = length // CHUNK
     scaling = head_dim**-0.5 if scaling is None else scaling
     # [G * Hkv, L, D] each
-    keys = keys.transpose(1, 2).reshape(-1, length, head_dim).float()
-    values = values.transpose(1, 2).reshape(-1, CHUNK, head_dim).float()
+    keys = keys.reshape(-1, length, head_dim).float()
+    values = values.reshape(-1, CHUNK, head_dim).float()
     scores = torch.bmm(query.reshape(-1, rows, head_dim).float(), keys.transpose(1, 2)) * scaling
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
@@ -52,7 +51,7 @@ def attend_chunked(
     chunk_max = scores.amax(dim=-1, keepdim=True).clamp(min=-1e30)
     total_max = chunk_max.amax(dim=2, keepdim=True)
     if sinks is not None:
-        sinks = sinks.view(1, num_kv_heads, 1, rows, 1)
+        sinks = sinks.reshape(1, num_kv_heads, 1, rows, 1)
         total_max = torch.maximum(total_max, sinks)
     weights = torch.exp(scores - chunk_max).contiguous()
     sums = weights.sum(dim=-1, keepdim=True)

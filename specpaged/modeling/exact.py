@@ -31,12 +31,15 @@ def aligned_multiple(multiple: int, inner_sizes: set[int], num_threads: int) -> 
 
 
 class RowExactExperts(nn.Module):
-    """A mixture's experts, one after the other, each on its rows through exact linears; a token's experts are summed in
-    the router's order. `experts` is a module that transformers' experts interface drives."""
+    """A mixture's experts, one after the other, each on its rows through exact linears.
+
+    A token's experts are summed in the router's order. `experts` is a module that transformers' experts interface
+    drives.
+    """
 
     def __init__(self, experts: nn.Module, num_threads: int):
         super().__init__()
-        if not experts.has_gate or experts._is_expert_parallel:
+        if not getattr(experts, "has_gate", True) or getattr(experts, "_is_expert_parallel", False):
             raise InexactError(f"numerics='exact' is not possible for {type(experts).__name__}: no gated experts")
         self.apply_gate = experts._apply_gate
         self.gate_up = nn.ModuleList(_expert_linears(experts, "gate_up_proj"))
@@ -80,14 +83,11 @@ def _expert_linears(experts: nn.Module, name: str) -> list[RowExactLinear]:
         weights = weights.transpose(1, 2)
     biases = getattr(experts, f"{name}_bias").detach() if experts.has_bias else [None] * len(weights)
     scheme = choose_linear_scheme(*weights.shape[1:], experts.has_bias, weights.dtype, weights.device)
-    return [
-        RowExactLinear(weight.contiguous(), bias, scheme) for weight, bias in zip(weights, biases, strict=True)
-    ]
+    return [RowExactLinear(weight.contiguous(), bias, scheme) for weight, bias in zip(weights, biases, strict=True)]
 
 
 class RowwiseModule(nn.Module):
-    """A module [T, H] -> row-wise tensors that multiplies by a matrix of its own (a router), given row counts at which
-    its F.linear is exact."""
+    """A row-wise module with a matrix of its own (a router), given row counts at which F.linear is exact."""
 
     def __init__(self, inner: nn.Module, scheme: LinearScheme):
         super().__init__()
@@ -95,6 +95,7 @@ class RowwiseModule(nn.Module):
         self.scheme = scheme
 
     def forward(self, hidden_states: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """hidden_states [..., H] -> what the inner module returns for [T, H]"""
         flat = hidden_states.reshape(-1, hidden_states.shape[-1])
         results = []
         for piece in flat.split(self.scheme.max_rows):
@@ -115,6 +116,7 @@ class ElementwisePieces(nn.Module):
         self.multiple = multiple
 
     def forward(self, x: Tensor) -> Tensor:
+        """x [..., H] -> [..., H]"""
         if x.numel() < ELEMENTWISE_GRAIN:
             return self.inner(x)
         flat = x.reshape(-1, x.shape[-1])
@@ -123,16 +125,21 @@ class ElementwisePieces(nn.Module):
 
 
 def is_experts(module: nn.Module) -> bool:
-    return hasattr(module, "is_transposed") and hasattr(module, "has_gate") and hasattr(module, "gate_up_proj")
+    """Whether transformers' experts interface drives the module."""
+    return hasattr(module, "is_transposed") and hasattr(module, "gate_up_proj") and hasattr(module, "_apply_gate")
 
 
 def is_router(module: nn.Module) -> bool:
+    """By its name: it is a row-wise function with one matrix."""
     return any(word in type(module).__name__.lower() for word in ("router", "gate"))
 
 
 def make_exact(model: nn.Module, inner_sizes: set[int]) -> tuple[int, str]:
-    """Replaces the matrix products of `model` by exact ones. `inner_sizes` are the last dimensions on which element-wise
-    functions run. Returns the row multiple of a pass and a sentence on what was chosen. Raises InexactError."""
+    """Replaces the matrix products of `model` by exact ones.
+
+    `inner_sizes` are the last dimensions on which element-wise functions run. Returns the row multiple of a pass and
+    what was chosen, in words. Raises InexactError.
+    """
     num_threads = torch.get_num_threads()
     chosen: dict[str, set[str]] = defaultdict(set)
     multiples = [2]
@@ -180,7 +187,7 @@ def _router_scheme(weight: Tensor) -> LinearScheme:
     # Some routers compute in float32 whatever the model's dtype.
     schemes = [
         choose_stock_scheme(*weight.shape, bias, dtype, weight.device)
-        for dtype in {weight.dtype, torch.float32}
+        for dtype in dict.fromkeys((weight.dtype, torch.float32))
         for bias in (False, True)
     ]
     most = max(scheme.row_multiple for scheme in schemes)
@@ -198,5 +205,6 @@ def make_fast(model: nn.Module) -> None:
 
 
 def replace_module(model: nn.Module, path: str, new: nn.Module) -> None:
+    """Puts `new` in the place of the submodule at `path`."""
     parent, _, name = path.rpartition(".")
     setattr(model.get_submodule(parent), name, new)

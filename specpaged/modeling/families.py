@@ -36,6 +36,8 @@ def check_config(config: PreTrainedConfig, model: str) -> None:
 
 @dataclass(frozen=True)
 class LayerGeometry:
+    """What a layer hands to attention."""
+
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -54,8 +56,10 @@ class _Recorder:
 
 @torch.inference_mode()
 def find_layers(module: nn.Module, model: str) -> list[LayerGeometry]:
-    """Runs two tokens and returns what reaches the hook. Raises ValueError, by name, where a layer's attention does not
-    go through the hook exactly once and in order."""
+    """Runs two tokens and returns what reaches the hook.
+
+    Raises ValueError, by name, where a layer's attention does not go through the hook exactly once and in order.
+    """
     name = type(module).__name__
     recorder = _Recorder()
     num_layers = module.config.get_text_config().num_hidden_layers
@@ -70,8 +74,8 @@ def find_layers(module: nn.Module, model: str) -> list[LayerGeometry]:
     indices = [call[0] for call in recorder.calls]
     if indices != list(range(num_layers)):
         raise ValueError(
-            f"model {model!r} ({name}) is not supported: each of its {num_layers} layers must hand its attention to the "
-            f"hook once and in order, and layers {indices} did"
+            f"model {model!r} ({name}) is not supported: each of its {num_layers} layers must hand its attention to "
+            f"the hook once and in order, and layers {indices} did"
         )
     layers = []
     for layer_idx, query, key, value in recorder.calls:

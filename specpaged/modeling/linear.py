@@ -30,12 +30,14 @@ class LinearScheme:
 
     @property
     def name(self) -> str:
+        """For the start-up report."""
         name = self.kernel
         if self.kernel == "stock":
             name = "stock per row" if self.max_rows == 1 else f"stock x{self.row_multiple}"
         return f"float32 {name}" if self.upcast else name
 
     def padded_rows(self, rows: int) -> int:
+        """Rows of a call, filler rows included."""
         return max(self.min_rows, -(-rows // self.row_multiple) * self.row_multiple)
 
 
@@ -95,6 +97,7 @@ class RowExactLinear(nn.Module):
         return y.to(self.dtype) if self._upcast else y
 
     def forward(self, x: Tensor) -> Tensor:
+        """x [..., K] -> [..., N]"""
         rows = x.numel() // self.in_features
         if self._min <= rows <= self._max and rows % self._multiple == 0:
             return self._gemm(x)
@@ -113,12 +116,15 @@ class RowExactLinear(nn.Module):
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def extra_repr(self) -> str:
+        """For printing the module."""
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {self.scheme.name}"
 
 
 class FastLinear(nn.Module):
-    """The quickest kernel for the row count, whatever that does to the last bits: stock for one row, for small weights
-    and for many rows, packed otherwise."""
+    """The quickest kernel for the row count, whatever that does to the last bits.
+
+    Stock for small weights, for a few rows and for many; packed between.
+    """
 
     def __init__(self, weight: Tensor, bias: Tensor | None):
         super().__init__()
@@ -139,10 +145,11 @@ class FastLinear(nn.Module):
                 self.operand = None
 
     def forward(self, x: Tensor) -> Tensor:
+        """x [..., K] -> [..., N]"""
         if self.upcast:
             x = x.float()
         rows = x.numel() // self.in_features
-        if self.packed is not None and (self.operand is None or 1 < rows <= 32):
+        if self.packed is not None and (self.operand is None or 2 < rows <= 16):
             y = _packed_linear(x, self.packed, self.bias)
         else:
             y = F.linear(x, self.operand, self.bias)

@@ -3,51 +3,35 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging as transformers_logging
 
 from specpaged.modeling.attention import HOOK
 from specpaged.modeling.checkpoint import check_local_checkpoint
 from specpaged.modeling.exact import make_exact, make_fast
 from specpaged.modeling.families import check_config, find_layers
-from specpaged.modeling.numerics import (
-    AttentionScheme,
-    InexactError,
-    choose_attention_scheme,
-    fast_attention_scheme,
-)
+from specpaged.modeling.loaded_model import LoadedModel
+from specpaged.modeling.norm import fuse_norms
+from specpaged.modeling.numerics import InexactError, choose_attention_scheme, fast_attention_scheme
 from specpaged.modeling.rope import freeze_rope
+from specpaged.modeling.self_check import check_against_eager, check_rows
 from specpaged.paging.kv_cache import KVSpec
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NUMERICS = ("exact", "fast")
-
-
-@dataclass
-class LoadedModel:
-    module: nn.Module
-    hf_config: PreTrainedConfig
-    name: str  # the path or hub id that was asked for
-    architecture: str
-    dtype: torch.dtype
-    device: torch.device
-    vocab_size: int  # rows of the output layer
-    max_model_len: int
-    eos_token_ids: tuple[int, ...]
-    kv_spec: KVSpec
-    num_parameters: int
-    weight_bytes: int
-    numerics_scheme: str
-    # What a ModelRunner needs to keep a pass exact.
-    exact: bool = True
-    row_multiple: int = 1  # rows of a pass, and of its logits, are filled up to it
-    attention_scheme: AttentionScheme = field(default=None, repr=False)  # type: ignore[assignment]
-    num_threads: int = 1  # that the schemes were chosen for
 
 
 def load_model(
@@ -77,20 +61,21 @@ def load_model(
     module = _load_module(model, config, wanted, trust_remote_code)
     if module.dtype not in DTYPES.values():
         raise ValueError(f"dtype of model {model!r} is {module.dtype}; allowed: {', '.join(DTYPES)}")
-    if wanted is not None or (module.dtype == torch.float16 and device.type == "cpu"):
-        module = module.to(wanted or torch.float32)
+    if module.dtype == torch.float16 and device.type == "cpu":
+        module = module.float()
+    # Never .to(dtype): it would round RoPE's frequencies.
     module = module.to(device).eval().requires_grad_(False)
-    module_dtype = module.dtype
-
     layers = find_layers(module, model)
     freeze_rope(module, max_model_len)
     parameters = list(module.parameters())
+    geometries = {(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in layers}
+    group = max(hq // hkv for hq, hkv, _ in geometries)
     loaded = LoadedModel(
         module=module,
         hf_config=config,
         name=model,
         architecture=type(module).__name__,
-        dtype=module_dtype,
+        dtype=module.dtype,
         device=device,
         vocab_size=module.get_output_embeddings().weight.shape[0],
         max_model_len=max_model_len,
@@ -98,20 +83,16 @@ def load_model(
         kv_spec=KVSpec(tuple((layer.num_kv_heads, layer.head_dim) for layer in layers)),
         num_parameters=sum(p.numel() for p in parameters),
         weight_bytes=sum(p.numel() * p.element_size() for p in parameters),
-        numerics_scheme="",
+        numerics_scheme="fast: the quickest kernel for each layer and row count; rows depend on their batch",
+        attention_scheme=fast_attention_scheme(module.dtype, device, group),
         exact=numerics == "exact",
         num_threads=torch.get_num_threads(),
     )
-    geometries = {(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in layers}
+    fuse_norms(module, module.dtype)
     if loaded.exact:
         _make_exact(loaded, geometries)
     else:
         make_fast(module)
-        group = max(hq // hkv for hq, hkv, _ in geometries)
-        loaded.attention_scheme = fast_attention_scheme(module_dtype, device, group)
-        loaded.numerics_scheme = "fast: the quickest kernel for each layer and row count; rows depend on their batch"
-    from specpaged.modeling.self_check import check_against_eager, check_rows  # needs a LoadedModel
-
     check_against_eager(loaded)
     if loaded.exact:
         check_rows(loaded)
@@ -158,6 +139,20 @@ def load_tokenizer(model: str, trust_remote_code: bool = False) -> PreTrainedTok
         return AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"model {model!r} has no tokenizer that can be loaded: {_first_line(error)}") from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """What transformers warns about while it loads is an error here, in one sentence, and its progress bar is noise."""
+    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()
 
 
 def _first_line(error: BaseException) -> str:
@@ -209,7 +204,9 @@ def _load_config(model: str, trust_remote_code: bool) -> PreTrainedConfig:
     if local:
         check_local_checkpoint(model)
     elif model.startswith(("/", ".", "~")) or model.count("/") > 1 or model.endswith("/"):
-        raise ValueError(f"model {model!r} does not exist; it must be a local directory or a hub id (name or owner/name)")
+        raise ValueError(
+            f"model {model!r} does not exist; it must be a local directory or a hub id (name or owner/name)"
+        )
     try:
         return AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
@@ -221,9 +218,7 @@ def _load_config(model: str, trust_remote_code: bool) -> PreTrainedConfig:
         ) from error
 
 
-def _load_module(
-    model: str, config: PreTrainedConfig, dtype: torch.dtype | None, trust_remote_code: bool
-) -> nn.Module:
+def _load_module(model: str, config: PreTrainedConfig, dtype: torch.dtype | None, trust_remote_code: bool) -> nn.Module:
     options: dict[str, Any] = dict(
         config=config,
         dtype=dtype or "auto",
@@ -234,7 +229,8 @@ def _load_module(
         ignore_mismatched_sizes=True,  # they are reported below, all of them
     )
     try:
-        module, info = AutoModelForCausalLM.from_pretrained(model, **options)
+        with _quiet():
+            module, info = AutoModelForCausalLM.from_pretrained(model, **options)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError) as error:
         if HOOK in str(error):
             raise ValueError(
@@ -252,7 +248,9 @@ def _load_module(
             for kind, keys in problems.items()
             if keys
         )
-        raise ValueError(f"model {model!r}: the weights are not those of {type(module).__name__}, named by config.json: {found}")
+        raise ValueError(
+            f"model {model!r}: the weights are not those of {type(module).__name__}, named by config.json: {found}"
+        )
     names = getattr(config, "architectures", None) or []
     if names and names[0].endswith("ForCausalLM") and names[0] != type(module).__name__:
         raise ValueError(
@@ -269,5 +267,3 @@ def _eos_token_ids(module: nn.Module, config: PreTrainedConfig) -> tuple[int, ..
     if eos is None:
         return ()
     return tuple(int(i) for i in eos) if isinstance(eos, (list, tuple)) else (int(eos),)
-
-

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from specpaged.batch import RaggedBatch
 from specpaged.modeling.attention import PagedPass
-from specpaged.modeling.loading import LoadedModel
+from specpaged.modeling.loaded_model import LoadedModel
 from specpaged.paging.kv_cache import PagedKVCache
 
 

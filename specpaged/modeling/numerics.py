@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -16,7 +16,37 @@ from torch import Tensor
 from specpaged.modeling.attention_torch import CHUNK, attend_chunked, attend_sdpa
 from specpaged.modeling.linear import SMALL_WEIGHT, LinearScheme, RowExactLinear, can_pack
 
-PROBE_ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 13, 15, 16, 17, 20, 24, 28, 31, 32, 33, 36, 40, 48, 56, 64, 65, 80, 96)
+PROBE_ROWS = (
+    1,
+    2,
+    3,
+    4,
+    5,
+    6,
+    7,
+    8,
+    9,
+    11,
+    12,
+    13,
+    15,
+    16,
+    17,
+    20,
+    24,
+    28,
+    31,
+    32,
+    33,
+    36,
+    40,
+    48,
+    56,
+    64,
+    65,
+    80,
+    96,
+)
 PROBE_ROWS += (128, 160, 192, 256)
 MIN_PROBED_ROWS = 16  # whatever a row costs, this many are tried
 PROBE_MACS = 2**33  # multiply-adds that the probe of one candidate may cost, beyond MIN_PROBED_ROWS
@@ -26,7 +56,6 @@ PROBE_WEIGHT = 2**26  # a wider layer is probed at the width that has this many 
 KV_BUCKETS = ((64, 128, 192, 384, 512), (64, 128, 512), (512,))
 KV_PERIOD = 512
 MAX_FOLDED_ROWS = 256  # of one attention call; the rest of a long prefill follows in further calls
-
 
 
 class InexactError(ValueError):
@@ -45,8 +74,13 @@ class AttentionScheme:
 
     @property
     def name(self) -> str:
+        """For the start-up report."""
         kind = f"{'float32 ' if self.upcast else ''}{self.kernel} x{self.row_multiple}"
         return f"{kind}, KV in {'/'.join(map(str, self.kv_buckets))}"
+
+    def padded_rows(self, rows: int) -> int:
+        """Folded rows of a call, filler rows included."""
+        return -(-rows // self.row_multiple) * self.row_multiple
 
     def kv_bucket(self, length: int) -> int:
         """length rounded up."""
@@ -58,6 +92,7 @@ FAST_KV_BUCKETS = tuple(range(CHUNK, KV_PERIOD + 1, CHUNK))
 
 
 def fast_attention_scheme(dtype: torch.dtype, device: torch.device, group: int) -> AttentionScheme:
+    """For numerics="fast"; `group` is Hq / Hkv."""
     return AttentionScheme("sdpa", 1, FAST_KV_BUCKETS, _upcasts(dtype, device), max(1, MAX_FOLDED_ROWS // group))
 
 
@@ -100,8 +135,10 @@ def probe_rows(n: int, k: int) -> tuple[int, ...]:
 def row_counts_that_differ(
     linear: Callable[[Tensor], Tensor], k: int, rows: Iterable[int], dtype: torch.dtype, device: torch.device
 ) -> list[int]:
-    """The row counts at which some row of linear(x) [count, n] has other bits than in the largest batch. Each count is
-    tried at the beginning, in the middle and at the end of the batch."""
+    """The row counts at which some row of linear(x) [count, n] has other bits than in the largest batch.
+
+    Each count is tried at the beginning, in the middle and at the end of the batch.
+    """
     rows = sorted(rows)
     most = rows[-1]
     x = torch.randn(most, k, generator=_generator(device), device=device).to(dtype)
@@ -121,12 +158,14 @@ def choose_linear_scheme(n: int, k: int, bias: bool, dtype: torch.dtype, device:
 
 
 def choose_stock_scheme(n: int, k: int, bias: bool, dtype: torch.dtype, device: torch.device) -> LinearScheme:
-    """The first exact candidate that calls F.linear on the model's own dtype: for a matrix product inside a module that
-    is not ours, which can be given other rows and nothing else."""
+    """The first exact candidate that calls F.linear on the model's own dtype.
+
+    For a matrix product inside a module that is not ours: it can be given other rows and nothing else.
+    """
     return _choose_linear_scheme(n, k, bias, dtype, device, torch.get_num_threads(), True)
 
 
-@lru_cache(maxsize=None)
+@cache
 @torch.inference_mode()
 def _choose_linear_scheme(
     n: int, k: int, bias: bool, dtype: torch.dtype, device: torch.device, num_threads: int, stock_only: bool
@@ -157,7 +196,7 @@ def choose_attention_scheme(
     return _choose_attention_scheme(tuple(sorted(set(geometries))), dtype, device, torch.get_num_threads())
 
 
-@lru_cache(maxsize=None)
+@cache
 @torch.inference_mode()
 def _choose_attention_scheme(
     geometries: tuple[tuple[int, int, int], ...], dtype: torch.dtype, device: torch.device, num_threads: int
@@ -176,8 +215,8 @@ def _choose_attention_scheme(
         if all(attention_is_exact(kernel, scheme, *g, dtype, device) for kernel in kernels for g in geometries):
             return scheme
     raise InexactError(
-        f"numerics='exact' is not possible here: no form of attention in {dtype} on {device} with {num_threads} threads "
-        f"gives a row the same bits in every batch; use numerics='fast'"
+        f"numerics='exact' is not possible here: no form of attention in {dtype} on {device} with {num_threads} "
+        f"threads gives a row the same bits in every batch; use numerics='fast'"
     )
 
 
@@ -205,15 +244,16 @@ def attention_is_exact(
         num_seqs, tokens = query.shape[:2]
         rows = tokens * group
         folded = query.permute(0, 2, 1, 3, 4).reshape(num_seqs, heads, rows, head_dim)
-        padded = -(-rows // scheme.row_multiple) * scheme.row_multiple
+        padded = scheme.padded_rows(rows)
         folded = torch.nn.functional.pad(folded, (0, 0, 0, padded - rows))
         position = last - tokens + 1 + (torch.arange(padded, device=device) // group).clamp(max=tokens - 1)
         hidden = torch.zeros(padded, bucket, dtype=compute_dtype, device=device)
         hidden.masked_fill_(torch.arange(bucket, device=device) > position[:, None], float("-inf"))
-        gathered = [torch.zeros(num_seqs, bucket, heads, head_dim, dtype=compute_dtype, device=device) for _ in "kv"]
-        for target, source in zip(gathered, (keys, values), strict=True):
-            target[:, : last + 1] = source[:, : last + 1]
-        out = attend(folded, *gathered, hidden.expand(num_seqs, 1, padded, bucket), None)
+        # As it is gathered from the pool.
+        gathered = torch.zeros(num_seqs, bucket, 2, heads, head_dim, dtype=compute_dtype, device=device)
+        gathered[:, : last + 1, 0], gathered[:, : last + 1, 1] = keys[:, : last + 1], values[:, : last + 1]
+        keys, values = gathered.permute(2, 0, 3, 1, 4).unbind(0)
+        out = attend(folded, keys, values, hidden.expand(num_seqs, 1, padded, bucket), None)
         return out[:, :, :rows]
 
     edges = [1, *scheme.kv_buckets, KV_PERIOD + 1, KV_PERIOD + scheme.kv_buckets[0], longest]

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from specpaged.batch import RaggedRow, pack
 from specpaged.modeling.attention import HOOK
-from specpaged.modeling.loading import LoadedModel
+from specpaged.modeling.loaded_model import LoadedModel
 from specpaged.modeling.model_runner import ModelRunner
 from specpaged.modeling.numerics import InexactError
 from specpaged.paging.kv_cache import PagedKVCache
@@ -30,8 +30,10 @@ def _tokens(model: LoadedModel, count: int) -> list[int]:
 
 @torch.inference_mode()
 def check_against_eager(model: LoadedModel) -> None:
-    """Compares packed attention with transformers' eager attention: catches what an architecture does around attention
-    that the hook never sees (biases, other masks). Raises ValueError."""
+    """Compares packed attention with transformers' eager attention. Raises ValueError.
+
+    Catches what an architecture does around attention that the hook never sees: biases, other masks.
+    """
     length = min(6, model.max_model_len)
     tokens = _tokens(model, length)
     ours = _run(_runner(model, 2), RaggedRow(tokens, 0, [2, 1], length))
@@ -41,18 +43,18 @@ def check_against_eager(model: LoadedModel) -> None:
         eager = model.module(input_ids=ids, use_cache=False).logits[0].float()
     finally:
         model.module.set_attn_implementation(HOOK)
-    tolerance = (1e-3 if model.dtype == torch.float32 else 0.1) * max(1.0, float(eager.abs().max()))
-    difference = float((ours - eager).abs().max())
+    # In half precision a router may pick another expert for a last bit's sake: only gross differences count.
+    tolerance = 1e-3 if model.dtype == torch.float32 else 0.5
+    difference = float((ours - eager).norm() / eager.norm().clamp(min=1e-6))
     if not difference <= tolerance:
         raise ValueError(
-            f"model {model.name!r} ({model.architecture}) is not supported: its logits on paged KV are {difference:.3g} "
-            f"away from those of transformers' eager attention"
+            f"model {model.name!r} ({model.architecture}) is not supported: its logits on paged KV differ from those "
+            f"of transformers' eager attention by {difference:.3g} of their size"
         )
 
 
 def check_rows(model: LoadedModel) -> None:
-    """Logits of the same positions from one-token decodes, from a verify beside a mate and from a prefill must have the
-    same bits. Raises InexactError."""
+    """Compares the bits of one-token decodes, of a verify beside a mate and of a prefill. Raises InexactError."""
     verify = min(6, model.max_model_len - 1)
     prompt = min(9, model.max_model_len - verify)
     if verify < 1:

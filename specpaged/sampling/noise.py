@@ -102,9 +102,7 @@ def gumbel_noise(
 def _gumbel(bits: Tensor) -> Tensor:
     """[...] int32 >= 0 -> fp32."""
     w = bits.to(torch.float32).add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
-    # ln(1 - w): where 1 - w >= sqrt 1/2 the series in w itself keeps the precision that 1 - w would round away.
-    log = log_fp32_(1.0 - w)
-    s = w / (w - 2.0)
-    z = s * s
-    series = (z * (1 / 9)).add_(1 / 7).mul_(z).add_(1 / 5).mul_(z).add_(1 / 3).mul_(z).mul_(s).add_(s).mul_(2.0)
-    return log_fp32_(torch.where(w < 0.25, series, log).neg_()).neg_()
+    u = 1.0 - w
+    # ln(1 - w) = ln u - (w - (1 - u)) / u to first order: what rounding took from u comes back.
+    rounding = (u - 1.0).add_(w).div_(u)
+    return log_fp32_(rounding.sub_(log_fp32_(u))).neg_()

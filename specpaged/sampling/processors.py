@@ -95,7 +95,8 @@ def process_rows(logits: Tensor, rows: Sequence[Row]) -> Tensor:
         top_k = torch.tensor([min(params[r].top_k or vocab_size, vocab_size) for r in cut])
         top_p = torch.tensor([params[r].top_p for r in cut], dtype=torch.float64)
         part = slice(None) if len(cut) == len(rows) else torch.tensor(cut, device=out.device)
-        out[part] = keep_top(out[part], top_k.to(out.device), top_p.to(out.device), int(top_k.max()))
+        width = max(_FIRST_WIDTH, *(int(k) for k in top_k if k < vocab_size), 0)
+        out[part] = keep_top(out[part], top_k.to(out.device), top_p.to(out.device), width)
     return out.masked_fill_(logits.amax(dim=-1, keepdim=True).isnan(), float("nan"))
 
 
@@ -190,14 +191,15 @@ def _penalise_(out: Tensor, rows: Sequence[Row]) -> None:
     out[row_of, tokens] = x
 
 
-def keep_top(x: Tensor, top_k: Tensor, top_p: Tensor, max_top_k: int) -> Tensor:
+def keep_top(x: Tensor, top_k: Tensor, top_p: Tensor, first_width: int) -> Tensor:
     """[R, V] fp32, [R] int64 in 1..V, [R] float64 in (0, 1] -> [R, V] fp32: all but each row's top tokens are -inf.
 
     A token's probability is its weight floor(2^40 e^(x - max)) over the sum of the weights of the top k: integers, so
-    that no sum depends on its order. Only values are sorted; ids matter among equals of the last value kept.
+    that no sum depends on its order. Only values are sorted; ids matter among equals of the last value kept. The
+    `first_width` largest are tried before the whole vocabulary is sorted: at least every top_k below V.
     """
     vocab_size = x.shape[1]
-    width = min(vocab_size, max(_FIRST_WIDTH, max_top_k if max_top_k < vocab_size else 0))
+    width = min(vocab_size, first_width)
     num_keep, last, decided = _last_kept(x, top_k, top_p, width)
     if width < vocab_size and not bool(decided.all()):
         wide = (~decided).nonzero().squeeze(-1)
@@ -225,7 +227,7 @@ def _last_kept(x: Tensor, top_k: Tensor, top_p: Tensor, width: int) -> tuple[Ten
     num_top_p = (before.double() < (total.double() * top_p).unsqueeze(-1)).sum(dim=-1)
     num_top_p = torch.where(top_p < 1, num_top_p, vocab_size)
     num_keep = torch.minimum(num_top_p, top_k).clamp_(1)
-    decided = (num_keep < width) | ((num_keep == top_k) & (top_k <= width)) | (width == vocab_size)
+    decided = (num_keep < width) | (num_keep == top_k) & (top_k <= width) | (width == vocab_size)
     last = values.gather(1, (num_keep - 1).clamp_(max=width - 1).unsqueeze(-1)).squeeze(-1)
     return num_keep, last, decided
 

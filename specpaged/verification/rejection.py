@@ -5,14 +5,15 @@ It keeps the target's distribution, not its samples.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from specpaged.sampling.batch import SamplingBatch
+from specpaged.sampling.elementwise import log_fp32_
 from specpaged.sampling.noise import ACCEPT, RECOVER, gumbel_noise, uniform
-from specpaged.sampling.processors import SamplingRequest
 from specpaged.verification.base import VerifyOutput, output_logprobs, verify_rows
 from specpaged.verification.greedy import accept_matching
 
@@ -37,49 +38,67 @@ class RejectionVerifier:
         processed = sampling.process(logits, request_idx, num_drafts_seen, drafts)
         sampled, ok = (x.tolist() for x in sampling.sample(processed, request_idx, num_drafts_seen))
         token_ids, num_accepted, failed = accept_matching(drafts, sampled, ok)
-        start = 0
-        for i, (request, draft_ids) in enumerate(zip(sampling.requests, drafts, strict=True)):
-            rows = slice(start, start + len(draft_ids) + 1)
-            if draft_ids and not request.params.greedy:
-                output = _verify_sampled(
-                    request, processed[rows], draft_ids, draft.probs[i], sampled[rows.stop - 1], ok[rows], sampling
-                )
-                failed[i] = output is None
-                token_ids[i] = output or []
-                num_accepted[i] = len(token_ids[i]) - 1 if output else 0
-            start = rows.stop
+        # The rows that judge a draft token by chance, packed: `first_row` of M and `first` of these, per request.
+        chosen, judged, first_row = [], [], 0
+        for i, draft_ids in enumerate(drafts):
+            if draft_ids and not sampling.requests[i].params.greedy:
+                chosen.append((i, first_row, len(judged)))
+                judged += range(first_row, first_row + len(draft_ids))
+            first_row += len(draft_ids) + 1
+        if chosen:
+            indices = [i for i, _, _ in chosen]
+            target_probs = sampling.probs(processed[torch.tensor(judged, device=processed.device)])
+            draft_probs = _draft_probs(draft, indices, target_probs)
+            column = torch.tensor([v for i in indices for v in drafts[i]], device=logits.device).unsqueeze(-1)
+            target_chances = target_probs.gather(1, column).squeeze(-1).tolist()
+            draft_chances = draft_probs.gather(1, column).squeeze(-1).tolist()
+            rejected: list[tuple[int, int]] = []  # (request, packed row)
+            for i, row, first in chosen:
+                part = slice(first, first + len(drafts[i]))
+                accepted = _num_accepted(sampling, i, target_chances[part], draft_chances[part], ok[row:])
+                failed[i] = not ok[row + accepted]
+                num_accepted[i] = 0 if failed[i] else accepted
+                token_ids[i] = [] if failed[i] else [*drafts[i][:accepted], sampled[row + accepted]]
+                if accepted < len(drafts[i]) and not failed[i]:
+                    rejected.append((i, first + accepted))
+            if rejected:
+                rows = torch.tensor([row for _, row in rejected], device=logits.device)
+                seeds = [sampling.requests[i].seed for i, _ in rejected]
+                output_idx = [sampling.output_idx(i, num_accepted[i]) for i, _ in rejected]
+                recovered = recover(target_probs[rows], draft_probs[rows], seeds, output_idx).tolist()
+                for (i, _), token_id in zip(rejected, recovered, strict=True):
+                    token_ids[i][-1] = token_id
         return VerifyOutput(token_ids, num_accepted, failed, output_logprobs(logits, drafts, token_ids, sampling))
 
 
-def _verify_sampled(
-    request: SamplingRequest,
-    processed: Tensor,  # [k + 1, V] fp32
-    draft_ids: list[int],
-    draft_probs: Tensor | None,  # [k, V] fp32
-    bonus: int,
-    ok: list[bool],
-    sampling: SamplingBatch,
-) -> list[int] | None:
-    """Output token ids of one request; None where a row that counts is not ok."""
-    t = len(request.output_token_ids)
-    target_probs = sampling.probs(processed[:-1])
-    column = torch.tensor(draft_ids, device=processed.device).unsqueeze(-1)
-    if draft_probs is None:
-        draft_probs = torch.zeros_like(target_probs).scatter_(1, column, 1.0)
-    target_chances = target_probs.gather(1, column).squeeze(-1).tolist()
-    draft_chances = draft_probs.gather(1, column).squeeze(-1).tolist()
+def _draft_probs(draft: DraftOutput, indices: Sequence[int], like: Tensor) -> Tensor:
+    """Draft probabilities of the packed rows; all on its token where a draft brings none."""
+    parts = []
+    for i in indices:
+        probs = draft.probs[i]
+        if probs is None:
+            column = torch.tensor(draft.token_ids[i], device=like.device).unsqueeze(-1)
+            probs = torch.zeros(len(column), like.shape[1], device=like.device).scatter_(1, column, 1.0)
+        parts.append(probs)
+    return torch.cat(parts)
+
+
+def _num_accepted(
+    sampling: SamplingBatch, i: int, target_chances: list[float], draft_chances: list[float], ok: list[bool]
+) -> int:
+    """Drafts of request i before the first that is rejected, or whose row is not ok."""
+    seed = sampling.requests[i].seed
     for j, (target_chance, draft_chance) in enumerate(zip(target_chances, draft_chances, strict=True)):
-        if not ok[j]:
-            return None
-        if not uniform(request.seed, t + j, ACCEPT) * draft_chance < target_chance:
-            return [*draft_ids[:j], recover(target_probs[j], draft_probs[j], request.seed, t + j)]
-    return [*draft_ids, bonus] if ok[-1] else None
+        if not ok[j] or not uniform(seed, sampling.output_idx(i, j), ACCEPT) * draft_chance < target_chance:
+            return j
+    return len(target_chances)
 
 
-def recover(target_probs: Tensor, draft_probs: Tensor, seed: int, output_idx: int) -> int:
-    """A token drawn from max(0, target - draft): [V] fp32 each."""
+def recover(target_probs: Tensor, draft_probs: Tensor, seeds: Sequence[int], output_idx: Sequence[int]) -> Tensor:
+    """[R, V] fp32 twice -> [R] int64: a token per row, drawn from max(0, target - draft), renormalised."""
     residual = (target_probs - draft_probs).clamp_(min=0.0)
     # Rounding can leave nothing where the two all but agree: then either is right.
-    weights = torch.where(residual.amax() > 0, residual, target_probs)
-    noise = gumbel_noise([seed], [output_idx], weights.shape[0], weights.device, RECOVER)[0]
-    return int((weights.double().log() + noise).argmax())
+    weights = torch.where(residual.amax(dim=-1, keepdim=True) > 0, residual, target_probs)
+    noise = gumbel_noise(seeds, output_idx, weights.shape[1], weights.device, RECOVER)
+    log_weights = log_fp32_(weights.clamp(min=1e-37)).masked_fill_(weights == 0, float("-inf"))
+    return log_weights.add_(noise).argmax(dim=-1)

@@ -1,0 +1,36 @@
+"""A model that is ready to run on paged KV, and what is known of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+from specpaged.modeling.numerics import AttentionScheme
+from specpaged.paging.kv_cache import KVSpec
+
+
+@dataclass
+class LoadedModel:
+    """`loading.load_model` makes it; the last block is what a ModelRunner needs to keep a pass exact."""
+
+    module: nn.Module
+    hf_config: PreTrainedConfig
+    name: str  # the path or hub id that was asked for
+    architecture: str
+    dtype: torch.dtype
+    device: torch.device
+    vocab_size: int  # rows of the output layer
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    kv_spec: KVSpec
+    num_parameters: int
+    weight_bytes: int
+    numerics_scheme: str
+
+    attention_scheme: AttentionScheme = field(repr=False)
+    exact: bool = True
+    row_multiple: int = 1  # rows of a pass, and of its logits, are filled up to it
+    num_threads: int = 1  # that the schemes were chosen for

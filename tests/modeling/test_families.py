@@ -1,0 +1,45 @@
+"""Each family, on paged KV, against transformers' own eager forward of one sequence at a time."""
+
+import pytest
+import torch
+import transformers
+
+from tests.modeling.families import FAMILIES
+from tests.modeling.world import World, random_tokens
+
+
+def hf_logits(model, tokens: list[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].float()
+
+
+@pytest.mark.parametrize("numerics", ["exact", "fast"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_ragged_prefill_rejected_draft_and_verify_match_transformers(name, numerics, toy_path, toy_model):
+    # longrope: with max_model_len past the original length, every sequence has the long factors; HF gives them to
+    # sequences of more than 32 tokens, so all that are compared here are longer.
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        toy_path(name), attn_implementation="eager", experts_implementation="eager"
+    ).eval()
+    world = World(toy_model(name, numerics=numerics), block_size=4)
+    a, b, c = random_tokens(61, 1), random_tokens(47, 2), random_tokens(70, 3)
+    expected = {n: hf_logits(reference, t) for n, t in (("a", a), ("b", b), ("c", c))}
+
+    def check(got: dict, **stops: int) -> None:
+        for seq, stop in stops.items():
+            rows = got[seq].shape[0]
+            difference = (got[seq] - expected[seq][stop - rows : stop]).abs().max()
+            assert difference < 1e-4, (seq, stop, float(difference))
+
+    # Chunked prefill beside a whole one, then decode beside a prefill.
+    world.run(("a", a[:19], 0), ("b", b[:1], 0))
+    check(world.run(("a", a[19:41], 3), ("b", b[1:40], 39), ("c", c[:50], 5)), a=41, b=40, c=50)
+    # A draft of three tokens of a, of which the first is right; c decodes one token, b's draft is right as a whole.
+    wrong = [*a[41:43], (a[43] + 1) % 128, 5]
+    got = world.run(("c", c[50:51], 1), ("a", wrong, 4), ("b", b[40:47], 7))
+    check({"c": got["c"], "b": got["b"], "a": got["a"][:2]}, c=51, b=47, a=43)
+    world.truncate("a", 43)
+    # The rolled back positions are written again, in whatever blocks come now.
+    check(world.run(("a", a[43:45], 2), ("c", c[51:57], 6)), a=45, c=57)
+    check(world.run(("c", c[57:58], 1), ("a", a[45:46], 1)), c=58, a=46)
+    check(world.run(("a", a[46:61], 15)), a=61)

@@ -1,0 +1,307 @@
+"""The command line: what it prints, writes and returns, on a toy pair."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from shutil import copytree
+
+import pytest
+from typer.testing import CliRunner
+
+from specpaged.cli import app
+from specpaged.engine import Engine
+from specpaged.verification.coupled import CoupledVerifier
+
+FLAGS = [
+    "--model",
+    "--draft-model",
+    "--prompts",
+    "--num-prompts",
+    "--max-prompt-tokens",
+    "--num-speculative-tokens",
+    "--max-num-seqs",
+    "--max-tokens",
+    "--temperature",
+    "--seed",
+    "--dtype",
+    "--numerics",
+    "--output",
+    "--json",
+]
+TEXTS = [
+    "the quick brown fox jumps over",
+    "lazy dog",
+    "pages and blocks of",
+    "cache",
+    "speculative deco",
+    "over the lazy",
+]
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    lines = [json.dumps({"question_id": f"q{i}", "category": "toy", "turns": [text]}) for i, text in enumerate(TEXTS)]
+    path.write_text("\n".join(lines))
+    return path
+
+
+@pytest.fixture
+def specpaged(tokenizer_pair, monkeypatch):
+    """Run a command on the toy pair, in a wide terminal."""
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("TERMINAL_WIDTH", "200")
+
+    def run(command, *arguments, pair=tokenizer_pair, stdin=None):
+        models = ["--model", pair.target, "--draft-model", pair.draft] if pair else []
+        result = CliRunner().invoke(app, [command, *models, *map(str, arguments)], input=stdin)
+        assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+        return result
+
+    return run
+
+
+SHORT = ("--max-tokens", 10)
+
+
+@pytest.mark.parametrize("command", ["generate", "verify"])
+def test_help_lists_the_flags(specpaged, command):
+    result = specpaged(command, "--help", pair=None)
+    assert result.exit_code == 0
+    shown = set(re.findall(r"--[a-z][a-z-]*", re.sub(r"\x1b\[[0-9;]*m", "", result.stdout)))
+    assert shown >= {*FLAGS, *(["--reference"] if command == "verify" else [])}
+
+
+def test_generate_prints_a_table_and_every_completion(specpaged, prompts, tmp_path):
+    output = tmp_path / "completions.jsonl"
+    result = specpaged("generate", "--prompts", prompts, "--output", output, *SHORT)
+    assert result.exit_code == 0
+    for column in ("tokens/s", "rounds", "acceptance", "mean acceptance length", "rollback"):
+        assert column in result.stdout
+    assert "prompts 6, " in result.stdout
+    assert ", 0 clipped" in result.stdout
+    assert all(f"q{i} " in result.stdout for i in range(6))
+    assert "numerics exact" in result.stdout
+    entries = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [entry["question_id"] for entry in entries] == [f"q{i}" for i in range(6)]
+    assert [entry["prompt"] for entry in entries] == TEXTS
+    for entry in entries:
+        assert entry["category"] == "toy"
+        assert isinstance(entry["text"], str)
+        assert 0 < len(entry["token_ids"]) <= 10
+        assert entry["finish_reason"] in ("length", "stop")
+        assert isinstance(entry["seed"], int)
+        assert 0 <= entry["acceptance_rate"] <= 1
+
+
+def test_generate_writes_what_plain_decoding_writes(specpaged, prompts, tmp_path):
+    def token_ids(*arguments):
+        output = tmp_path / "completions.jsonl"
+        result = specpaged("generate", "--prompts", prompts, "--output", output, *SHORT, *arguments)
+        assert result.exit_code == 0
+        return [json.loads(line)["token_ids"] for line in output.read_text().splitlines()]
+
+    sampled = token_ids("--temperature", 0.8, "--seed", 5)
+    assert token_ids("--temperature", 0.8, "--seed", 5, "--num-speculative-tokens", 0) == sampled
+    assert token_ids("--temperature", 0.8, "--seed", 50) != sampled
+
+
+def test_json_ends_in_one_line_that_parses(specpaged, prompts):
+    result = specpaged("generate", "--prompts", prompts, "--json", *SHORT)
+    last = json.loads(result.stdout.splitlines()[-1])
+    assert last["tokens_per_second"] > 0
+    assert last["emitted_tokens"] > 0
+    assert 0 <= last["acceptance_rate"] <= 1
+    assert {"specpaged", "torch", "transformers", "python", "threads", "rollbacks", "steps"} <= set(last)
+    result = specpaged("verify", "--prompts", prompts, "--json", *SHORT)
+    last = json.loads(result.stdout.splitlines()[-1])
+    assert (last["prompts"], last["identical"], last["faults"], last["near_ties"]) == (6, 6, 0, 0)
+
+
+def test_num_prompts_takes_an_even_spread(specpaged, prompts, tmp_path):
+    output = tmp_path / "completions.jsonl"
+    specpaged("generate", "--prompts", prompts, "--num-prompts", 3, "--output", output, *SHORT)
+    assert [json.loads(line)["question_id"] for line in output.read_text().splitlines()] == ["q0", "q2", "q4"]
+
+
+def test_long_prompts_are_clipped_and_counted(specpaged, tmp_path):
+    prompts = tmp_path / "long.jsonl"
+    prompts.write_text("\n".join(json.dumps({"turns": [text]}) for text in ("fox", "dog " * 20, "the fox " * 400)))
+    result = specpaged("generate", "--prompts", prompts, "--max-prompt-tokens", 6, *SHORT)
+    assert re.search(r"prompts 3, \d-6 tokens \(median 6\), 2 clipped", result.stdout)
+    # By default, what max_model_len = 512 leaves beside --max-tokens.
+    result = specpaged("generate", "--prompts", prompts, *SHORT)
+    assert re.search(r"prompts 3, \d-502 tokens .*, 1 clipped", result.stdout)
+
+
+def test_a_dash_reads_prompts_from_standard_input(specpaged):
+    stdin = "".join(json.dumps({"question_id": f"in{i}", "turns": [text]}) + "\n" for i, text in enumerate(TEXTS[:2]))
+    result = specpaged("generate", "--prompts", "-", *SHORT, stdin=stdin)
+    assert result.exit_code == 0
+    assert "in0" in result.stdout
+    assert "in1" in result.stdout
+
+
+def test_completions_are_shown_as_they_are_written(specpaged, prompts, monkeypatch):
+    """Code is full of what rich would take for markup, and some of it would be an error."""
+    from specpaged.stopping import StopChecker
+
+    monkeypatch.setattr(StopChecker, "text", property(lambda self: "x[i] = y[/b]; [bold]z"))
+    result = specpaged("generate", "--prompts", prompts, "--num-prompts", 2, *SHORT)
+    assert result.exit_code == 0
+    assert result.stdout.count("x[i] = y[/b]; [bold]z") == 2
+
+
+@pytest.mark.parametrize("sampling", [(), ("--temperature", 0.8), ("--temperature", 0.8, "--seed", 7)])
+def test_verify_ends_with_the_number_of_identical_outputs(specpaged, prompts, tmp_path, sampling):
+    output = tmp_path / "completions.jsonl"
+    result = specpaged("verify", "--prompts", prompts, "--max-num-seqs", 4, "--output", output, *SHORT, *sampling)
+    assert result.exit_code == 0
+    assert result.stdout.splitlines()[-1] == "6/6 outputs identical"
+    assert "plain, one at a time" in result.stdout
+    assert "speculative, batch of 4, K = 5" in result.stdout
+    assert "mismatches" not in result.stdout
+    assert len(output.read_text().splitlines()) == 6
+
+
+@pytest.fixture
+def planted_fault(monkeypatch):
+    """The first bonus token that follows accepted drafts is another one: a fault of speculation alone."""
+    verify = CoupledVerifier.verify
+    planted = []
+
+    def faulty(self, logits, draft, sampling):
+        verified = verify(self, logits, draft, sampling)
+        for i, num_accepted in enumerate(verified.num_accepted):
+            if num_accepted and not planted:
+                token_ids = [list(ids) for ids in verified.token_ids]
+                token_ids[i][-1] = token_ids[i][-1] % 90 + 1
+                planted.append((i, len(sampling.requests[i].output_token_ids) + num_accepted))
+                return replace(verified, token_ids=token_ids)
+        return verified
+
+    monkeypatch.setattr(CoupledVerifier, "verify", faulty)
+    return planted
+
+
+@pytest.mark.parametrize("reference", ["plain", "hf"])
+def test_verify_reports_a_planted_fault_and_exits_with_1(specpaged, prompts, planted_fault, reference):
+    result = specpaged("verify", "--prompts", prompts, "--reference", reference, *SHORT)
+    [(prompt, position)] = planted_fault
+    assert result.exit_code == 1
+    assert result.stdout.splitlines()[-1] == "5/6 outputs identical"
+    rows = [line for line in result.stdout.splitlines() if "fault" in line]
+    assert len(rows) == 1
+    cells = [cell.strip() for cell in rows[0].split("│")[1:-1]]
+    assert cells[:2] == [f"q{prompt}", str(position)]
+    assert bool(cells[3]) == (reference == "hf")  # the margin that the reference sees there
+
+
+def test_verify_finds_logits_that_depend_on_the_batch(specpaged, prompts, monkeypatch):
+    """Numerics at fault, not bookkeeping: in plain passes of more than three rows, the second-best token wins."""
+    verify = CoupledVerifier.verify
+
+    def inexact(self, logits, draft, sampling):
+        if len(draft.token_ids) > 3 and not any(draft.token_ids):
+            values, ids = logits.topk(2)
+            logits = logits.scatter(1, ids, values.flip(1))
+        return verify(self, logits, draft, sampling)
+
+    monkeypatch.setattr(CoupledVerifier, "verify", inexact)
+    result = specpaged("verify", "--prompts", prompts, "--json", *SHORT)
+    assert result.exit_code == 1
+    last = json.loads(result.stdout.splitlines()[-1])
+    assert last["faults"] > 0
+    assert last["identical"] < 6
+
+
+@pytest.mark.parametrize("penalty", [None, 3.0])
+def test_verify_against_transformers_finds_no_fault(specpaged, prompts, tokenizer_pair, tmp_path, penalty):
+    """And asks transformers for greedy decoding, whatever its checkpoint's generation_config would rather do."""
+    target = Path(copytree(tokenizer_pair.target, tmp_path / "target"))
+    if penalty:
+        path = target / "generation_config.json"
+        config = json.loads(path.read_text()) if path.is_file() else {}
+        config |= {"repetition_penalty": penalty, "do_sample": True, "temperature": 5.0, "min_new_tokens": 9}
+        path.write_text(json.dumps(config | {"eos_token_id": 0}))
+    pair = replace(tokenizer_pair, target=str(target))
+    result = specpaged("verify", "--prompts", prompts, "--reference", "hf", "--max-tokens", 24, pair=pair)
+    assert result.exit_code == 0
+    assert result.stdout.splitlines()[-1] == "6/6 outputs identical"
+    assert "transformers generate, one at a time" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--dtype", "fp8"], "dtype='fp8' is not known; allowed: 'auto', 'float32', 'bfloat16', 'float16'"),
+        (["--numerics", "sloppy"], "numerics='sloppy' is not known; allowed: 'exact', 'fast'"),
+        (
+            ["--prompts", "nowhere.jsonl"],
+            "prompts='nowhere.jsonl' is not a file; allowed: a path to JSON lines, or '-'",
+        ),
+        (["--prompts", "-"], "prompts='-' line 2 has turns=None; allowed:"),
+        (["--max-tokens", "512"], "--max-tokens=512 must be below max_model_len=512"),
+        (["--num-speculative-tokens", "511"], "speculative_config['num_speculative_tokens']=511 must be at most"),
+        (["--model", "/no/where"], "model '/no/where' does not exist"),
+        (["--output", "no/such/folder/x.jsonl"], "--output='no/such/folder/x.jsonl' cannot be written; allowed: "),
+    ],
+)
+@pytest.mark.parametrize("command", ["generate", "verify"])
+def test_bad_input_is_one_sentence_on_standard_error_and_exit_status_2(
+    specpaged, prompts, monkeypatch, command, arguments, message
+):
+    monkeypatch.setenv("COLUMNS", "40")  # a sentence stays on its line
+    monkeypatch.setattr(Engine, "step", None)  # no work is done
+    stdin = '{"turns": ["good"]}\n{"prompt": "bad"}\n'
+    result = specpaged(command, "--prompts", prompts, *SHORT, *arguments, stdin=stdin)
+    assert result.exit_code == 2
+    lines = [line for line in result.stderr.splitlines() if not line.startswith("Loading weights")]
+    assert len(lines) == 1
+    assert lines[0].startswith("error: " + message)
+    assert "outputs identical" not in result.stdout
+
+
+def test_bad_references_exit_with_2(specpaged, prompts):
+    result = specpaged("verify", "--prompts", prompts, "--reference", "vllm")
+    assert (result.exit_code, result.stderr) == (2, "error: --reference='vllm' is not known; allowed: plain, hf\n")
+    result = specpaged("verify", "--prompts", prompts, "--reference", "hf", "--temperature", 0.5)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: --temperature=0.5 has no --reference hf")
+
+
+@pytest.mark.parametrize("flag", ["--num-speculative-tokens", "--max-tokens", "--max-num-seqs", "--num-prompts"])
+def test_numbers_below_their_minimum_exit_with_2(specpaged, prompts, flag):
+    result = specpaged("generate", "--prompts", prompts, flag, -1)
+    assert result.exit_code == 2
+    assert flag in result.stderr
+    assert "Invalid value" in result.stderr
+
+
+def test_a_request_that_fails_among_others_is_told_and_exits_with_1(specpaged, prompts, tmp_path, monkeypatch):
+    verify = CoupledVerifier.verify
+    poisoned = []
+
+    def poison(self, logits, draft, sampling):
+        if not poisoned:
+            poisoned.append(True)
+            logits = logits.clone()
+            logits[0] = float("nan")
+        return verify(self, logits, draft, sampling)
+
+    monkeypatch.setattr(CoupledVerifier, "verify", poison)
+    output = tmp_path / "completions.jsonl"
+    result = specpaged("generate", "--prompts", prompts, "--output", output, "--num-speculative-tokens", 0, *SHORT)
+    assert result.exit_code == 1
+    assert len(re.findall(r"^error: .*NaN", result.stderr, re.MULTILINE)) == 1
+    entries = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [("error" in entry) for entry in entries] == [True, False, False, False, False, False]
+
+
+def test_a_target_without_a_draft_decodes_plainly_and_says_so(specpaged, prompts, tokenizer_pair):
+    result = specpaged("generate", "--model", tokenizer_pair.target, "--prompts", prompts, *SHORT, pair=None)
+    assert result.exit_code == 0
+    assert "no --draft-model: decoding plainly" in result.stdout
