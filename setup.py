@@ -1,3 +1,5 @@
+from pathlib import Path
+
 from setuptools import find_packages, setup
 
 # kernels/ is a source root, not a package: a top-level `kernels` would shadow a library that transformers probes for.
@@ -5,7 +7,7 @@ setup(
     name="specpaged",
     version="0.1.0",
     description="Batch speculative decoding on paged KV that cannot be told from plain decoding",
-    long_description=open("README.md", encoding="utf-8").read(),
+    long_description=Path("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.11",

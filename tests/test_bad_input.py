@@ -374,7 +374,7 @@ def test_a_pool_that_cannot_hold_one_sequence_is_refused_before_it_is_made(
 
 def test_a_pool_of_exactly_one_sequence_serves_any_number_of_requests(toy_pair):
     llm = make_llm(toy_pair, {"num_speculative_tokens": 62}, kv_cache_memory_bytes=MAX_MODEL_LEN * BYTES_PER_TOKEN)
-    outputs = llm.generate(toys.prompts(3), params(max_tokens=None), use_tqdm=False)
+    outputs = llm.generate(toys.prompts(2), params(max_tokens=None), use_tqdm=False)
     assert all(len(o.prompt_token_ids) + len(o.outputs[0].token_ids) == MAX_MODEL_LEN for o in outputs)
     assert_idle(llm)
 
