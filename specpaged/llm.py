@@ -81,7 +81,9 @@ class LLM:
                 config.max_num_batched_tokens,
                 with_probs=speculative.verification == "rejection",
             )
-        vocabulary = Vocabulary(vocab_size, target.eos_token_ids, self.tokenizer)
+        # An id that no row of logits has can end nothing, and must not be ruled out by min_tokens.
+        eos_token_ids = tuple(token_id for token_id in target.eos_token_ids if token_id < vocab_size)
+        vocabulary = Vocabulary(vocab_size, eos_token_ids, self.tokenizer)
         self.config = config
         self.engine = Engine(config, vocabulary, target_runner, draft_runner, drafter)
         self.report = StartupReport.of(config, target_runner, draft_runner)

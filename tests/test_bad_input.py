@@ -557,6 +557,26 @@ def test_with_tokenizers_a_padded_embedding_is_cut(tokenizer_pair, tmp_path):
     assert padded.generate(ids(5), biased, use_tqdm=False)[0].outputs[0].token_ids == [299, 299]
 
 
+def test_an_eos_id_outside_the_vocabulary_does_no_harm(tmp_path):
+    model = toys.model()
+    model.generation_config.eos_token_id = model.config.eos_token_id = [toys.EOS, 310]
+    model.save_pretrained(tmp_path)
+    llm = LLM(str(tmp_path), max_model_len=MAX_MODEL_LEN, max_num_seqs=2)
+    outputs = llm.generate([ids(5), ids(6)], [GOOD, params(min_tokens=4, ignore_eos=False)], use_tqdm=False)
+    assert [output.error for output in outputs] == [None, None]
+    assert llm.engine.vocabulary.eos_token_ids == (toys.EOS,)
+
+
+@pytest.mark.xfail(strict=True, raises=IndexError, reason="Engine.add_request gives bad_words_token_ids no vocab_size")
+def test_a_bad_word_outside_the_vocabulary_is_refused(tmp_path):
+    toys.model(vocab_size=290).save_pretrained(tmp_path)
+    toys.byte_tokenizer().save_pretrained(tmp_path)
+    llm = LLM(str(tmp_path), max_model_len=MAX_MODEL_LEN, max_num_seqs=2)
+    outputs = llm.generate([ids(5), ids(6)], [GOOD, params(bad_words=["ju", " ju"])], use_tqdm=False)
+    assert outputs[0].error is None
+    assert "made of words whose token ids are below 290" in outputs[1].error
+
+
 def test_configurations_can_be_checked_without_models(no_models):
     assert SpeculativeConfig.from_mapping({"num_speculative_tokens": 0}).max_num_drafts == 0
     with pytest.raises(ValueError, match="max_num_seqs=0 must be an int >= 1"):
