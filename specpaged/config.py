@@ -29,6 +29,12 @@ def check_int(name: str, value: Any, minimum: int) -> None:
         raise ValueError(f"{name}={value!r} must be an int >= {minimum}")
 
 
+def check_bool(name: str, value: Any) -> None:
+    """Raise ValueError unless `value` is True or False: a string would count as true."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r} must be True or False")
+
+
 @dataclass(frozen=True)
 class SpeculativeConfig:
     """How drafts are proposed and verified.
@@ -51,18 +57,9 @@ class SpeculativeConfig:
         check_choice("speculative_config['numerics']", self.numerics, NUMERICS)
         check_choice("speculative_config['verification']", self.verification, VERIFICATIONS)
         check_int("speculative_config['num_speculative_tokens']", self.num_speculative_tokens, 0)
-        name = "speculative_config['num_speculative_tokens_per_batch_size']"
-        last_seen = 0
-        for entry in self.num_speculative_tokens_per_batch_size or ():
-            if len(entry) != 3 or not all(isinstance(x, int) and not isinstance(x, bool) for x in entry):
-                raise ValueError(f"{name} entry {entry!r} must be three ints [first, last, K]")
-            first, last, k = entry
-            if not (last_seen < first <= last and k >= 0):
-                raise ValueError(
-                    f"{name} entry {entry!r} must satisfy {last_seen} < first <= last and K >= 0 "
-                    "(ranges ascend and do not overlap)"
-                )
-            last_seen = last
+        _check_ranges(
+            "speculative_config['num_speculative_tokens_per_batch_size']", self.num_speculative_tokens_per_batch_size
+        )
 
     @classmethod
     def from_mapping(cls, config: Mapping[str, Any]) -> SpeculativeConfig:
@@ -88,6 +85,26 @@ class SpeculativeConfig:
         if self.num_speculative_tokens_per_batch_size is None:
             return self.num_speculative_tokens
         return max((k for _, _, k in self.num_speculative_tokens_per_batch_size), default=0)
+
+
+def _check_ranges(name: str, ranges: Any) -> None:
+    """Raise ValueError unless `ranges` is None or ascending [first, last, K] triples that do not overlap."""
+    if ranges is None:
+        return
+    if not isinstance(ranges, Sequence) or isinstance(ranges, str | bytes):
+        raise ValueError(f"{name}={ranges!r} must be a list of [first, last, K]")
+    last_seen = 0
+    for entry in ranges:
+        triple = isinstance(entry, Sequence) and len(entry) == 3
+        if not triple or not all(isinstance(x, int) and not isinstance(x, bool) for x in entry):
+            raise ValueError(f"{name} entry {entry!r} must be three ints [first, last, K]")
+        first, last, k = entry
+        if not (last_seen < first <= last and k >= 0):
+            raise ValueError(
+                f"{name} entry {entry!r} must satisfy {last_seen} < first <= last and K >= 0 "
+                "(ranges ascend and do not overlap)"
+            )
+        last_seen = last
 
 
 @dataclass(frozen=True)
@@ -119,6 +136,8 @@ class EngineConfig:
         check_int("max_num_seqs", self.max_num_seqs, 1)
         check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         check_int("seed", self.seed, 0)
+        check_bool("enable_prefix_caching", self.enable_prefix_caching)
+        check_bool("trust_remote_code", self.trust_remote_code)
         if self.max_model_len is not None:
             check_int("max_model_len", self.max_model_len, 2)
         if self.kv_cache_memory_bytes is not None:

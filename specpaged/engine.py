@@ -101,13 +101,13 @@ class Engine:
             max_num_drafts=self.max_num_drafts,
             verification=self.verifier.name,
         )
-        seed = params.seed if params.seed is not None else self._derive_seed()
         max_drafts = (params.extra_args or {}).get("num_speculative_tokens", self.max_num_drafts)
         max_drafts = min(max_drafts, self.max_num_drafts)
         stop_ids = tuple(sorted({*self.vocabulary.eos_token_ids, *params.stop_token_ids}))
         bad_words = ()
         if params.bad_words:
             bad_words = bad_words_token_ids(params, self.vocabulary.tokenizer, self.vocabulary.size)
+        seed = params.seed if params.seed is not None else self._derive_seed()
         sequences = []
         for child in range(params.n):
             # A request that never drafts needs no draft KV: its page table has one pool.
