@@ -165,6 +165,8 @@ class Engine:
                 self.target.model.device,
             )
         if not scheduled.entries:
+            if self.has_unfinished_requests:
+                raise RuntimeError(f"no sequence can run, and {len(self.scheduler)} wait: {list(self.scheduler)}")
             return []
         with stage("propose"):
             draft = self._propose(scheduled, sampling)
