@@ -22,7 +22,7 @@ from specpaged.training.quality import decode, length_before_cycle
 from specpaged.training.target import make_model, next_token_loss
 from specpaged.training.trainer import train
 
-DRAFT_SHAPE = {"hidden_size": 192, "num_hidden_layers": 1, "num_attention_heads": 6, "num_key_value_heads": 3}
+DRAFT_SHAPE = {"hidden_size": 256, "num_hidden_layers": 1, "num_attention_heads": 8, "num_key_value_heads": 4}
 PREFIX_LENGTHS = (32, 64, 96, 128)
 NEW_TOKENS = 80
 ROWS_PER_BATCH = 64

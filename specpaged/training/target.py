@@ -23,7 +23,7 @@ TARGET_SHAPE = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
 }
-SHORT, LONG = 256, 512  # window lengths: before and during the decay
+WINDOW = 512  # tokens
 TOKENS_PER_STEP, MICROBATCH = 8192, 1024
 
 
@@ -47,7 +47,7 @@ def next_token_loss(model, window: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), window[:, 1:].flatten())
 
 
-def stream_loss(model, stream: np.ndarray, max_tokens: int, length: int = LONG, workers: int = 1) -> float:
+def stream_loss(model, stream: np.ndarray, max_tokens: int, length: int = WINDOW, workers: int = 1) -> float:
     """Mean nat per token over consecutive windows of the stream, each without what comes before it."""
     count = min(len(stream) - 1, max_tokens) // length
     windows = np.stack([stream[i * length : (i + 1) * length + 1] for i in range(count)])
@@ -89,19 +89,18 @@ def target_loss(model, microbatch: Tensor | tuple[Tensor, Tensor]) -> Tensor:
     return next_token_loss(model, microbatch) if torch.is_tensor(microbatch) else unlikelihood_loss(model, *microbatch)
 
 
-def microbatches_of(stream: np.ndarray, step: int, progress: float) -> list:
-    """Short windows while the rate is stable, long ones while it decays; the last microbatch holds loops."""
-    length = SHORT if progress < 0.65 else LONG
-    rows = batch_at(stream, step, TOKENS_PER_STEP // length, length)
-    text = list(torch.from_numpy(rows).long().split(MICROBATCH // length))
-    return [*text[:-1], loop_rows(stream, step, MICROBATCH // SHORT, SHORT)]
+def microbatches_of(stream: np.ndarray, step: int) -> list:
+    """Windows of text; the last microbatch holds loops."""
+    rows = batch_at(stream, step, TOKENS_PER_STEP // WINDOW, WINDOW)
+    text = list(torch.from_numpy(rows).long().split(MICROBATCH // WINDOW))
+    return [*text[:-1], loop_rows(stream, step, MICROBATCH // WINDOW, WINDOW)]
 
 
 def train_target(corpus: Corpus, tokenizer, work: Path, minutes: float, workers: int = 2):
     """Train or resume; returns (model, position)."""
     model = make_model(tokenizer, **TARGET_SHAPE)
     position = train(
-        model, target_loss, lambda step, progress: microbatches_of(corpus.train, step, progress),
+        model, target_loss, lambda step, _: microbatches_of(corpus.train, step),
         Path(work) / "target.safetensors", minutes * 60, workers=workers,
         evaluate=lambda: stream_loss(model, corpus.held_out, 40_000),
     )  # fmt: skip
