@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specpaged.prompts import SAMPLE_PROMPTS, PromptRecord, clip, evenly_spread, load_prompts, parse_prompts
+from specpaged.prompts import PromptRecord, clip, evenly_spread, load_prompts, parse_prompts
 
 GOOD = '{"question_id": 7, "category": "qa", "turns": ["first", "second"]}'
 
