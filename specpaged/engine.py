@@ -21,7 +21,7 @@ from specpaged.paging.page_table import DRAFT, TARGET, PageTable
 from specpaged.paging.prefix_cache import PrefixCache
 from specpaged.request import Request, validate_request
 from specpaged.sampling.batch import SamplingBatch, SamplingRequest
-from specpaged.sampling.logprobs import token_logprobs
+from specpaged.sampling.prompt_logprobs import prompt_rows, record_prompt_logprobs, wants_prompt_logits
 from specpaged.sampling_params import SamplingParams, bad_words_token_ids
 from specpaged.scheduling.base import ScheduledSequence, ScheduledStep
 from specpaged.scheduling.continuous import ContinuousScheduler
@@ -217,24 +217,19 @@ class Engine:
                 draft_token_ids = next(drafts)
                 token_ids += draft_token_ids
                 num_logits = len(draft_token_ids) + 1
-            if _wants_prompt_logits(entry):
+            if wants_prompt_logits(entry):
                 num_logits = len(token_ids)
             rows.append(RaggedRow(token_ids, start, sequence.page_table.blocks, num_logits))
         logits = self.target.forward(pack(rows, self.config.block_size, self.target.model.device))
         logits = logits[:, : self.vocabulary.size]
-        if not any(_wants_prompt_logits(entry) for entry in scheduled.entries):
+        if not any(map(wants_prompt_logits, scheduled.entries)):
             return logits, {}
         verify_logits, prompt_logits, drafts = [], {}, iter(draft.token_ids)
-        for entry, row, part in zip(
-            scheduled.entries, rows, logits.split([row.num_logits for row in rows]), strict=True
-        ):
+        for entry, part in zip(scheduled.entries, logits.split([row.num_logits for row in rows]), strict=True):
             num_verify = len(next(drafts)) + 1 if entry.samples else 0
-            verify_logits.append(part[row.num_logits - num_verify :])
-            if _wants_prompt_logits(entry):
-                # The logits of prompt token i speak of token i + 1; the last one's are the first output's.
-                first = _num_prompt_logprobs(entry.sequence) - 1 - entry.context_len
-                last = entry.sequence.num_prompt_tokens - 1 - entry.context_len
-                prompt_logits[entry.sequence] = part[first:last]
+            verify_logits.append(part[len(part) - num_verify :])
+            if wants_prompt_logits(entry):
+                prompt_logits[entry.sequence] = part[prompt_rows(entry)]
         return torch.cat(verify_logits), prompt_logits
 
     def _commit(
@@ -258,16 +253,16 @@ class Engine:
         for entry in scheduled.entries:
             sequence = entry.sequence
             if sequence in prompt_logits:
-                self._record_prompt_logprobs(entry, prompt_logits[sequence])
+                record_prompt_logprobs(sequence, prompt_logits[sequence])
             num_known = entry.context_len + entry.num_new_tokens
             if not entry.samples:
                 sequence.page_table.advance(TARGET, entry.num_new_tokens)
                 _advance_draft(sequence.page_table, num_known)
                 continue
             k, num_accepted = num_drafted[i], verified.num_accepted[i]
-            sequence.counters.rounds += 1
+            sequence.metrics.rounds += 1
             if k:
-                sequence.counters.record_draft(k, num_accepted)
+                sequence.metrics.record_draft(k, num_accepted)
                 metrics.record_draft(k, num_accepted)
             if verified.failed[i]:
                 sequence.error = (
@@ -277,7 +272,8 @@ class Engine:
                 finished.append(sequence)
                 i += 1
                 continue
-            num_emitted = self._append(sequence, verified.token_ids[i], verified.logprobs[i])
+            num_emitted = sequence.emit(verified.token_ids[i], verified.logprobs[i])
+            metrics.emitted_tokens += num_emitted
             if sequence.finish_reason is not None:
                 finished.append(sequence)
             sequence.page_table.advance(TARGET, entry.num_new_tokens + k)
@@ -296,24 +292,6 @@ class Engine:
         metrics.gathered_bytes = sum(runner.gathered_bytes for runner in runners)
         metrics.filler_rows = sum(runner.filler_rows for runner in runners)
         return self._collect(finished)
-
-    def _append(self, sequence: Sequence, token_ids: SequenceOf[int], logprobs: list | None) -> int:
-        """Emit verified tokens up to a stop; how many were emitted."""
-        num_emitted = 0
-        for position, token_id in enumerate(token_ids):
-            sequence.append(token_id)
-            num_emitted += 1
-            if logprobs is not None:
-                if sequence.logprobs is None:
-                    sequence.logprobs = []
-                sequence.logprobs.append(logprobs[position])
-            finish_reason = sequence.stop_checker.append(token_id)
-            if finish_reason is not None:
-                sequence.finish_reason = finish_reason
-                sequence.stop_reason = sequence.stop_checker.stop_reason
-                break
-        self.metrics.emitted_tokens += num_emitted
-        return num_emitted
 
     def _roll_back(self, rollbacks: SequenceOf[tuple[Sequence, int, int, int]]) -> None:
         """Truncate both pools of each (sequence, T known tokens, K drafts, a of them kept).
@@ -342,13 +320,6 @@ class Engine:
         """Offer the sequence's full blocks to the prefix cache, if every pool holds their KV."""
         if len(sequence.page_table.context_lens) == self.num_pools:
             self.prefix_cache.publish(sequence.page_table, sequence.token_ids)
-
-    def _record_prompt_logprobs(self, entry: ScheduledSequence, logits: Tensor) -> None:
-        sequence, first = entry.sequence, _num_prompt_logprobs(entry.sequence)
-        if sequence.prompt_logprobs is None:
-            sequence.prompt_logprobs = [None]
-        targets = sequence.token_ids[first : first + logits.shape[0]]
-        sequence.prompt_logprobs.extend(token_logprobs(logits, targets, sequence.params.prompt_logprobs))
 
     def _finish(self, sequence: Sequence, reason: str) -> None:
         sequence.finish_reason = reason
@@ -383,17 +354,3 @@ def _draft_row(entry: ScheduledSequence, request_idx: int) -> DraftRow | None:
 def _advance_draft(table: PageTable, num_tokens: int) -> None:
     if len(table.context_lens) > DRAFT and num_tokens > table.context_lens[DRAFT]:
         table.advance(DRAFT, num_tokens - table.context_lens[DRAFT])
-
-
-def _wants_prompt_logits(entry: ScheduledSequence) -> bool:
-    """Whether this chunk runs the first prompt token whose successor's log-probability is still unknown."""
-    sequence = entry.sequence
-    if sequence.params.prompt_logprobs is None or sequence.child_idx > 0:
-        return False
-    first = _num_prompt_logprobs(sequence) - 1
-    return first < sequence.num_prompt_tokens - 1 and 0 <= first - entry.context_len < entry.num_new_tokens
-
-
-def _num_prompt_logprobs(sequence: Sequence) -> int:
-    """Prompt tokens whose log-probability is known; the first one's is None by definition."""
-    return len(sequence.prompt_logprobs or (None,))

@@ -13,9 +13,10 @@ from tqdm import tqdm
 from specpaged.config import EMBEDDED_DRAFT, EMBEDDED_TARGET, EngineConfig, SpeculativeConfig
 from specpaged.drafting.draft_model import DraftModelDrafter
 from specpaged.engine import Engine, Vocabulary
+from specpaged.metrics import RequestMetrics
 from specpaged.modeling.loading import LoadedModel, load_model, load_tokenizer
 from specpaged.modeling.model_runner import ModelRunner
-from specpaged.outputs import RequestMetrics, RequestOutput
+from specpaged.outputs import RequestOutput
 from specpaged.paging.kv_cache import PagedKVCache
 from specpaged.report import StartupReport
 from specpaged.sampling_params import SamplingParams

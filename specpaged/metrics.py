@@ -1,43 +1,23 @@
-"""Counters of an engine. No printing, no device synchronisation."""
+"""Counters of an engine and of its requests. No printing, no device synchronisation."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
 
 STAGES = ("schedule", "propose", "score", "verify", "commit")
 
 
 @dataclass
-class EngineMetrics:
-    """Totals since the engine started; the two gauges (in use, unverified) are of the last step.
+class DraftCounters:
+    """How drafts fared. A draft holds at least one token; accepted tokens are counted before a stop cuts the run."""
 
-    Unverified KV tokens are those that a target pass wrote for drafts: the memory that speculation holds
-    between scoring and commit. Rollback covers both pools; its seconds include the allocator's work.
-    """
-
-    steps: int = 0
-    prompt_tokens: int = 0
-    emitted_tokens: int = 0
     drafts: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
-    accepted_per_position: list[int] = field(default_factory=list)
-    preemptions: int = 0
-    rollbacks: int = 0
-    rolled_back_tokens: int = 0
-    rollback_blocks_freed: int = 0
-    rollback_seconds: float = 0.0
-    unverified_kv_tokens: int = 0
-    peak_unverified_kv_tokens: int = 0
-    blocks_in_use: int = 0
-    peak_blocks_in_use: int = 0
-    gathered_bytes: int = 0
-    fork_copied_bytes: int = 0
-    filler_rows: int = 0
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -54,6 +34,66 @@ class EngineMetrics:
         self.drafts += 1
         self.draft_tokens += num_draft_tokens
         self.accepted_tokens += num_accepted
+
+
+@dataclass
+class RequestMetrics(DraftCounters):
+    """What speculation did for one sequence, or for a request: the sum over its `n` sequences."""
+
+    rounds: int = 0
+    preemptions: int = 0
+    cached_prompt_tokens: int = 0
+    acceptance_histogram: list[int] = field(default_factory=list)  # [a] = drafts of which a tokens were accepted
+
+    def record_draft(self, num_draft_tokens: int, num_accepted: int) -> None:
+        """One verified draft of at least one token."""
+        super().record_draft(num_draft_tokens, num_accepted)
+        histogram = self.acceptance_histogram
+        histogram.extend([0] * (num_accepted + 1 - len(histogram)))
+        histogram[num_accepted] += 1
+
+    @classmethod
+    def total(cls, parts: Iterable[RequestMetrics]) -> RequestMetrics:
+        """The sum, position by position for the histogram."""
+        total = cls()
+        for part in parts:
+            for name, value in vars(part).items():
+                if name != "acceptance_histogram":
+                    setattr(total, name, getattr(total, name) + value)
+            pairs = zip_longest(total.acceptance_histogram, part.acceptance_histogram, fillvalue=0)
+            total.acceptance_histogram = [a + b for a, b in pairs]
+        return total
+
+
+@dataclass
+class EngineMetrics(DraftCounters):
+    """Totals since the engine started; the two gauges (in use, unverified) are of the last step.
+
+    Unverified KV tokens are those that a target pass wrote for drafts: the memory that speculation holds
+    between scoring and commit. Rollback covers both pools; its seconds include the allocator's work.
+    """
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    emitted_tokens: int = 0
+    accepted_per_position: list[int] = field(default_factory=list)
+    preemptions: int = 0
+    rollbacks: int = 0
+    rolled_back_tokens: int = 0
+    rollback_blocks_freed: int = 0
+    rollback_seconds: float = 0.0
+    unverified_kv_tokens: int = 0
+    peak_unverified_kv_tokens: int = 0
+    blocks_in_use: int = 0
+    peak_blocks_in_use: int = 0
+    gathered_bytes: int = 0
+    fork_copied_bytes: int = 0
+    filler_rows: int = 0
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+
+    def record_draft(self, num_draft_tokens: int, num_accepted: int) -> None:
+        """One verified draft of at least one token."""
+        super().record_draft(num_draft_tokens, num_accepted)
         per_position = self.accepted_per_position
         per_position.extend([0] * (num_draft_tokens - len(per_position)))
         for position in range(num_accepted):

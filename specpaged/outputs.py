@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
+
+from specpaged.metrics import RequestMetrics
 
 
 class Logprob(NamedTuple):
@@ -12,29 +14,6 @@ class Logprob(NamedTuple):
     logprob: float
     rank: int | None = None
     decoded_token: str | None = None
-
-
-@dataclass
-class RequestMetrics:
-    """What speculation did for one request, over its `n` sequences; rates by vLLM's definitions."""
-
-    rounds: int = 0
-    drafts: int = 0
-    draft_tokens: int = 0
-    accepted_tokens: int = 0
-    acceptance_histogram: list[int] = field(default_factory=list)
-    preemptions: int = 0
-    cached_prompt_tokens: int = 0
-
-    @property
-    def acceptance_rate(self) -> float | None:
-        """Accepted / verified draft tokens; None where nothing was drafted."""
-        return self.accepted_tokens / self.draft_tokens if self.draft_tokens else None
-
-    @property
-    def mean_acceptance_length(self) -> float | None:
-        """1 + accepted / drafts: tokens that a round with a draft yields; None where nothing was drafted."""
-        return 1 + self.accepted_tokens / self.drafts if self.drafts else None
 
 
 @dataclass

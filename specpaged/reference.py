@@ -11,7 +11,8 @@ import torch
 from tqdm import tqdm
 
 from specpaged.equivalence import Mismatch, TopTwo, compare, is_near_tie
-from specpaged.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from specpaged.metrics import RequestMetrics
+from specpaged.outputs import CompletionOutput, RequestOutput
 from specpaged.sampling_params import SamplingParams
 
 REFERENCES = ("plain", "hf")

@@ -6,7 +6,8 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Any
 
-from specpaged.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from specpaged.metrics import RequestMetrics
+from specpaged.outputs import CompletionOutput, Logprob, RequestOutput
 from specpaged.sampling_params import SamplingParams, validate_for_model
 from specpaged.sequence import Sequence
 
@@ -74,7 +75,7 @@ class Request:
             prompt_logprobs=_prompt_logprobs(first, tokenizer),
             outputs=[_completion(sequence, tokenizer) for sequence in self.sequences],
             finished=self.is_finished,
-            metrics=_metrics(self.sequences),
+            metrics=RequestMetrics.total(sequence.metrics for sequence in self.sequences),
             error=errors[0] if errors else None,
         )
 
@@ -82,9 +83,8 @@ class Request:
 def _completion(sequence: Sequence, tokenizer: Any) -> CompletionOutput:
     logprobs = cumulative = None
     if sequence.params.logprobs is not None:
-        rows = sequence.logprobs or []
-        logprobs = [_as_dict(row, tokenizer) for row in rows]
-        cumulative = sum(row.logprob for row in rows)
+        logprobs = [_as_dict(row, tokenizer) for row in sequence.logprobs]
+        cumulative = sum(row.logprob for row in sequence.logprobs)
     return CompletionOutput(
         index=sequence.child_idx,
         text=sequence.stop_checker.text,
@@ -114,19 +114,3 @@ def _as_dict(row: Any, tokenizer: Any) -> dict[int, Logprob]:
     for rank, (token_id, logprob) in enumerate(row.top, start=1):
         entries.setdefault(token_id, Logprob(logprob, rank, decoded(token_id)))
     return entries
-
-
-def _metrics(sequences: SequenceOf[Sequence]) -> RequestMetrics:
-    total = RequestMetrics()
-    for counters in (sequence.counters for sequence in sequences):
-        total.rounds += counters.rounds
-        total.drafts += counters.drafts
-        total.draft_tokens += counters.draft_tokens
-        total.accepted_tokens += counters.accepted_tokens
-        total.preemptions += counters.preemptions
-        total.cached_prompt_tokens += counters.cached_prompt_tokens
-        histogram = total.acceptance_histogram
-        histogram.extend([0] * (len(counters.acceptance_histogram) - len(histogram)))
-        for accepted, count in enumerate(counters.acceptance_histogram):
-            histogram[accepted] += count
-    return total

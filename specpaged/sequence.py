@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from collections.abc import Sequence as SequenceOf
 from typing import TYPE_CHECKING, Any
+
+from specpaged.metrics import RequestMetrics
 
 if TYPE_CHECKING:
     from specpaged.paging.page_table import PageTable
@@ -19,46 +21,20 @@ class SequenceStatus(enum.Enum):
     FINISHED = enum.auto()
 
 
-@dataclass(slots=True)
-class SequenceCounters:
-    """What speculation did for one sequence; vLLM's definitions of the rates.
-
-    A *draft* is a verify row set that held at least one draft token. Accepted tokens are counted before a
-    stop cuts the run, emitted ones after.
-    """
-
-    rounds: int = 0
-    drafts: int = 0
-    draft_tokens: int = 0
-    accepted_tokens: int = 0
-    preemptions: int = 0
-    cached_prompt_tokens: int = 0
-    acceptance_histogram: list[int] = field(default_factory=list)  # [a] = drafts of which a tokens were accepted
-
-    def record_draft(self, num_draft_tokens: int, num_accepted: int) -> None:
-        """One verified draft of at least one token."""
-        self.drafts += 1
-        self.draft_tokens += num_draft_tokens
-        self.accepted_tokens += num_accepted
-        histogram = self.acceptance_histogram
-        histogram.extend([0] * (num_accepted + 1 - len(histogram)))
-        histogram[num_accepted] += 1
-
-
 class Sequence:
     """Known tokens (prompt, then output), the page table of their KV, and the state of the request.
 
-    Changed only by the scheduler (status, pages) and by the engine's commit (tokens, counters).
+    Changed only by the scheduler (status, pages) and by the engine's commit (tokens, metrics).
     """
 
     __slots__ = (
         "child_idx",
-        "counters",
         "error",
         "finish_reason",
         "fork_source",
         "logprobs",
         "max_draft_tokens",
+        "metrics",
         "num_prompt_tokens",
         "output_token_ids",
         "page_table",
@@ -97,8 +73,8 @@ class Sequence:
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.error: str | None = None
-        self.counters = SequenceCounters()
-        self.logprobs: list[Any] | None = None
+        self.metrics = RequestMetrics()
+        self.logprobs: list[Any] = []  # one entry per output token if params.logprobs asks for them
         self.prompt_logprobs: list[Any] | None = None
         self.sampling_request: Any = None  # built once by the engine; holds output_token_ids by reference
         self.stop_checker: Any = None
@@ -122,6 +98,18 @@ class Sequence:
         """One more output token."""
         self.token_ids.append(token_id)
         self.output_token_ids.append(token_id)
+
+    def emit(self, token_ids: SequenceOf[int], logprobs: SequenceOf[Any] | None) -> int:
+        """Append verified tokens up to and with the one that stops the sequence; how many were emitted."""
+        num_emitted = 0
+        while num_emitted < len(token_ids) and self.finish_reason is None:
+            self.append(token_ids[num_emitted])
+            self.finish_reason = self.stop_checker.append(token_ids[num_emitted])
+            num_emitted += 1
+        self.stop_reason = self.stop_checker.stop_reason
+        if logprobs is not None:
+            self.logprobs.extend(logprobs[:num_emitted])
+        return num_emitted
 
     def __repr__(self) -> str:
         return (

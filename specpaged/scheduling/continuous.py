@@ -127,7 +127,7 @@ class ContinuousScheduler:
         self.running.remove(sequence)
         sequence.page_table.free()
         sequence.status = SequenceStatus.WAITING
-        sequence.counters.preemptions += 1
+        sequence.metrics.preemptions += 1
         self.num_preemptions += 1
         self.waiting.appendleft(sequence)
 
@@ -165,7 +165,7 @@ class ContinuousScheduler:
             return False
         if blocks:
             table.adopt(blocks, len(blocks) * self.block_size)
-            sequence.counters.cached_prompt_tokens = len(blocks) * self.block_size
+            sequence.metrics.cached_prompt_tokens = len(blocks) * self.block_size
         return True
 
     def _fits(self, num_tokens: int, num_shared_blocks: int) -> bool:

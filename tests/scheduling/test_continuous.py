@@ -108,7 +108,7 @@ def test_the_youngest_is_preempted_and_comes_back_first():
     assert [entry.sequence for entry in step.entries] == [old]
     assert list(scheduler.waiting) == [young, late]
     assert young.page_table.blocks == []
-    assert young.counters.preemptions == scheduler.num_preemptions == 1
+    assert young.metrics.preemptions == scheduler.num_preemptions == 1
 
 
 def test_drafts_never_preempt_anybody():
