@@ -243,6 +243,7 @@ def _merge_kernel(
     output_ptrs += head[:, None] * stride_output_head + dims[None, :]
     _store_rows(acc, row_max, row_sum, output_ptrs, stored, sinks, head, HAS_SINKS)
 
+
 @dataclass(frozen=True)
 class WorkList:
     """What each program does, worked out once for all layers of a pass."""
@@ -319,8 +320,8 @@ def paged_attention(
         num_seqs, num_rows, scale_log2, (softcap or 0.0) * LOG2_E.value,
         query.stride(0), query.stride(1), kv_pool.stride(0), kv_pool.stride(1), kv_pool.stride(2),
         page_table.stride(0), output.stride(0), output.stride(1),
-        BLOCK_SIZE=block_size, BLOCK_N=tiles.block_n, MAX_SPLIT_TOKENS=MAX_SPLIT_TOKENS, HAS_SOFTCAP=softcap is not None,
-        num_stages=tiles.num_stages, **shared,
+        BLOCK_SIZE=block_size, BLOCK_N=tiles.block_n, MAX_SPLIT_TOKENS=MAX_SPLIT_TOKENS,
+        HAS_SOFTCAP=softcap is not None, num_stages=tiles.num_stages, **shared,
     )  # fmt: skip
     _merge_kernel[(num_items, num_kv_heads)](
         cu_query_lens, context_lens, work_list.item_seq, work_list.cu_items, sinks,
