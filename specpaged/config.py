@@ -70,7 +70,7 @@ class SpeculativeConfig:
                 raise ValueError(f"speculative_config has no key {key!r}; allowed: {', '.join(known)}")
         return cls(**config)
 
-    def num_drafts(self, batch_size: int) -> int:
+    def num_draft_tokens(self, batch_size: int) -> int:
         """K for a step of `batch_size` running sequences."""
         if self.num_speculative_tokens_per_batch_size is None:
             return self.num_speculative_tokens
@@ -80,7 +80,7 @@ class SpeculativeConfig:
         return 0
 
     @property
-    def max_num_drafts(self) -> int:
+    def max_draft_tokens(self) -> int:
         """The largest K that any batch size can ask for."""
         if self.num_speculative_tokens_per_batch_size is None:
             return self.num_speculative_tokens

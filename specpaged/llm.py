@@ -63,7 +63,7 @@ class LLM:
         vocab_size = target.vocab_size if self.tokenizer is None else min(target.vocab_size, len(self.tokenizer))
         config = replace(config, max_model_len=target.max_model_len)
         draft = None
-        if speculative is not None and speculative.max_num_drafts > 0:
+        if speculative is not None and speculative.max_draft_tokens > 0:
             draft = self._load_draft(config, target)
             vocab_size = min(vocab_size, draft.vocab_size)
         num_blocks = _num_blocks(config, [m for m in (target, draft) if m is not None])
@@ -129,7 +129,12 @@ class LLM:
 
         Raises:
             ValueError: as said, or lists of different lengths.
+            RuntimeError: if requests that were added to the engine itself still run: their outputs are its caller's.
         """
+        if self.engine.has_unfinished_requests:
+            raise RuntimeError(
+                f"requests {sorted(self.engine.requests)} were added to the engine and still run; step it to their end"
+            )
         if isinstance(prompts, str | Mapping):
             prompts = [prompts]
         if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
@@ -232,7 +237,7 @@ def _engine_config(
             "{'model': ..., 'num_speculative_tokens': 5}"
         )
     if speculative_config is not None and speculative_config.model is None:
-        if not embedded and speculative_config.max_num_drafts > 0:
+        if not embedded and speculative_config.max_draft_tokens > 0:
             raise ValueError(
                 "speculative_config['model']=None: a draft model is needed beside "
                 f"model={str(model)!r}; allowed: a local path or hub id"
@@ -266,16 +271,16 @@ def _num_blocks(config: EngineConfig, models: Sequence[LoadedModel]) -> int:
             memory = DEFAULT_CPU_KV_BYTES
         memory = min(memory, config.max_num_seqs * blocks_per_sequence * block_bytes)
     num_blocks = memory // block_bytes
-    max_num_drafts = config.speculative_config.max_num_drafts if config.speculative_config else 0
-    if num_blocks * config.block_size < max_num_drafts + 2:
+    max_draft_tokens = config.speculative_config.max_draft_tokens if config.speculative_config else 0
+    if num_blocks * config.block_size < max_draft_tokens + 2:
         raise ValueError(
-            f"speculative_config['num_speculative_tokens']={max_num_drafts} needs KV for {max_num_drafts + 2} tokens "
-            f"of a sequence; kv_cache_memory_bytes={memory} holds {num_blocks * config.block_size} "
+            f"speculative_config['num_speculative_tokens']={max_draft_tokens} needs KV for {max_draft_tokens + 2} "
+            f"tokens of a sequence; kv_cache_memory_bytes={memory} holds {num_blocks * config.block_size} "
             f"({bytes_per_token} bytes per token, block_size {config.block_size})"
         )
-    if max_num_drafts + 2 > config.max_model_len:
+    if max_draft_tokens + 2 > config.max_model_len:
         raise ValueError(
-            f"speculative_config['num_speculative_tokens']={max_num_drafts} must be at most "
+            f"speculative_config['num_speculative_tokens']={max_draft_tokens} must be at most "
             f"max_model_len - 2 = {config.max_model_len - 2}"
         )
     if num_blocks < blocks_per_sequence:

@@ -376,6 +376,6 @@ def test_a_row_that_allows_nothing_fails_its_request_only_if_the_row_counts():
         return verifier.verify(table[[3, *drafts]], DraftOutput([drafts], [None]), batch)
 
     counts = verify([first, second], [open_, open_, shut])
-    assert (counts.failed, counts.token_ids) == ([True], [[]])
+    assert (counts.failed, counts.token_ids) == ([True], [[first, second]])
     behind_a_rejection = verify([first, wrong], [open_, open_, shut])
     assert (behind_a_rejection.failed, behind_a_rejection.token_ids) == ([False], [[first, second]])

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 class VerifyOutput:
     """What each sequence of the batch gains from one step."""
 
-    token_ids: list[list[int]]  # output = accepted + bonus; [] where failed
+    token_ids: list[list[int]]  # output = accepted + bonus; the accepted alone where failed
     num_accepted: list[int]
-    failed: list[bool]  # NaN, or no token allowed, in a row that counts
+    failed: list[bool]  # NaN, or no token allowed, in the row behind the accepted ones
     logprobs: list[list[TokenLogprobs] | None]  # of raw logits, one per output token, where asked for
 
 

@@ -125,9 +125,9 @@ def test_nan_fails_its_request_only_and_only_in_rows_that_count(name, temperatur
     requests = [SamplingRequest(SamplingParams(temperature=temperature, logprobs=1), i, [0], []) for i in range(4)]
     verified = get_verifier(name).verify(logits, drafts_of(drafts), SamplingBatch(requests, 5, "cpu"))
     assert verified.failed == [False, True, False, True]
-    assert verified.token_ids == [[1, 2], [], [1], []]
-    assert verified.num_accepted == [1, 0, 0, 0]
-    assert [len(rows) for rows in verified.logprobs] == [2, 0, 1, 0]
+    assert verified.token_ids == [[1, 2], [], [1], [1]]  # what was accepted before it stands
+    assert verified.num_accepted == [1, 0, 0, 1]
+    assert [len(rows) for rows in verified.logprobs] == [2, 0, 1, 1]
 
 
 @pytest.mark.parametrize("name", ["coupled", "rejection"])
