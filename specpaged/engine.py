@@ -19,15 +19,16 @@ from specpaged.outputs import RequestOutput
 from specpaged.paging.block_allocator import BlockAllocator
 from specpaged.paging.page_table import DRAFT, TARGET, PageTable
 from specpaged.paging.prefix_cache import PrefixCache
+from specpaged.prompt_logprobs import prompt_rows, record_prompt_logprobs, wants_prompt_logits
 from specpaged.request import Request, validate_request
 from specpaged.sampling.batch import SamplingBatch, SamplingRequest
-from specpaged.sampling.prompt_logprobs import prompt_rows, record_prompt_logprobs, wants_prompt_logits
 from specpaged.sampling_params import SamplingParams, bad_words_token_ids
 from specpaged.scheduling.base import ScheduledSequence, ScheduledStep
 from specpaged.scheduling.continuous import ContinuousScheduler
 from specpaged.sequence import Sequence
 from specpaged.stopping import StopChecker
-from specpaged.verification.base import VerifyOutput, get_verifier
+from specpaged.verification import get_verifier
+from specpaged.verification.base import VerifyOutput
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from specpaged import LLM, SamplingParams
 from specpaged.drafting.base import DraftOutput
 from specpaged.sampling.batch import SamplingBatch, SamplingRequest
 from specpaged.stopping import IncrementalDetokenizer
-from specpaged.verification.base import get_verifier
+from specpaged.verification import get_verifier
 from tests import toys
 
 PROMPTS = ["speculative deco", "lazy dog jumps over the", "the quick brown fox"]

@@ -35,22 +35,6 @@ class Verifier(Protocol):
         ...
 
 
-def get_verifier(name: str) -> Verifier:
-    """The verifier of that name.
-
-    Raises:
-        ValueError: naming the verifiers that there are.
-    """
-    from specpaged.verification.coupled import CoupledVerifier
-    from specpaged.verification.rejection import RejectionVerifier
-
-    if name in ("greedy", "coupled"):
-        return CoupledVerifier(name)
-    if name == "rejection":
-        return RejectionVerifier()
-    raise ValueError(f"verification={name!r} is unknown; allowed: 'greedy', 'coupled', 'rejection'")
-
-
 def verify_rows(drafts: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
     """Per row to verify: which sequence it belongs to, and how many of its drafts precede it.
 

@@ -7,7 +7,8 @@ from specpaged.drafting.base import DraftOutput
 from specpaged.sampling.batch import SamplingBatch, SamplingRequest
 from specpaged.sampling.logprobs import token_logprobs
 from specpaged.sampling_params import SamplingParams
-from specpaged.verification.base import get_verifier, verify_rows
+from specpaged.verification import get_verifier
+from specpaged.verification.base import verify_rows
 
 V = 40
 KINDS = [
@@ -141,7 +142,7 @@ def test_a_request_without_an_allowed_token_fails_alone(name):
     logits[:, 1] = 60.0
     verified = get_verifier(name).verify(logits, drafts_of([[1], [1]]), SamplingBatch(requests, 5, "cpu"))
     assert verified.failed == [True, False]
-    assert verified.token_ids == [[], [1, 1]]
+    assert verified.token_ids == [[1], [1, 1]]
 
 
 def test_logprobs_are_of_raw_logits_at_the_emitted_rows():
