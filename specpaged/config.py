@@ -111,8 +111,9 @@ def _check_ranges(name: str, ranges: Any) -> None:
 class EngineConfig:
     """Everything an engine needs beside the models. Sizes are in tokens, memory is in bytes.
 
-    `max_model_len` None takes the target's max_position_embeddings. `kv_cache_memory_bytes` None takes what
-    `max_num_seqs` full-length sequences need, at most 1 GiB on a CPU and 80 % of what is free on a GPU.
+    `kv_cache_memory_bytes` None takes what `max_num_seqs` full-length sequences need, at most 1 GiB on a CPU and
+    80 % of what is free on a GPU. `max_model_len` None takes the target's max_position_embeddings, or what that
+    memory holds of one sequence if that is less.
     """
 
     model: str = EMBEDDED_TARGET

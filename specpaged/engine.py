@@ -254,6 +254,7 @@ class Engine:
         metrics = self.metrics
         num_drafted = [len(token_ids) for token_ids in draft.token_ids]
         metrics.steps += 1
+        metrics.rounds += any(entry.samples for entry in scheduled.entries)
         metrics.unverified_kv_tokens = sum(num_drafted)
         metrics.peak_unverified_kv_tokens = max(metrics.peak_unverified_kv_tokens, sum(num_drafted))
         metrics.blocks_in_use = self.allocator.num_held
