@@ -5,8 +5,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 CONSTRAINTS ?= constraints.txt
-# PyTorch's CPU wheel index, for a machine without a GPU whose default index gives the CUDA build.
-TORCH_INDEX_URL ?=
+# Without a GPU, PyTorch's index of CPU wheels spares the gigabytes of CUDA that the default index may bring along.
+TORCH_INDEX_URL ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org/whl/cpu)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .PHONY: install demo test lint format bench test-oldest clean
@@ -15,7 +15,8 @@ install: $(VENV)/.installed
 
 $(VENV)/.installed: setup.py pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) -c $(CONSTRAINTS) torch $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL))
+	$(if $(TORCH_INDEX_URL),-$(PIP) -c $(CONSTRAINTS) --retries 0 --timeout 10 --index-url $(TORCH_INDEX_URL) torch)
+	$(PIP) -c $(CONSTRAINTS) torch
 	$(PIP) -c $(CONSTRAINTS) --editable ".[dev]"
 	touch $@
 

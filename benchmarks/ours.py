@@ -45,9 +45,9 @@ class Ours:
         )
         self.params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False)
 
-    def num_drafts(self, batch_size: int) -> int:
+    def num_draft_tokens(self, batch_size: int) -> int:
         """K with this many sequences running."""
-        return self.llm.config.speculative_config.num_drafts(batch_size)
+        return self.llm.config.speculative_config.num_draft_tokens(batch_size)
 
     def prepare(self, batch_size: int) -> None:
         """Nothing depends on B: max_num_seqs is the largest one."""

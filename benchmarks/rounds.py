@@ -79,7 +79,7 @@ class Rounds:
         }
         if isinstance(contender, Ours):
             entry |= self._engine(name)
-            k = contender.num_drafts(self.batch_size)
+            k = contender.num_draft_tokens(self.batch_size)
             if k:
                 entry |= _ceilings(contender.numerics, k, entry["mean_acceptance_length"], forward)
         return entry

@@ -29,6 +29,10 @@ NumPrompts = Annotated[int | None, typer.Option(min=1, help="An evenly spread se
 MaxPromptTokens = Annotated[int | None, typer.Option(min=1, help="Clip longer prompts; default: what fits.")]
 K = Annotated[int, typer.Option("--num-speculative-tokens", min=0, help="Draft tokens per round; 0: plain decoding.")]
 MaxNumSeqs = Annotated[int, typer.Option(min=1, help="Sequences in a batch.")]
+MaxModelLen = Annotated[int | None, typer.Option(min=2, help="Tokens of prompt and output. Default: the model's.")]
+KVCacheMemory = Annotated[
+    int | None, typer.Option("--kv-cache-memory-bytes", min=1, help="Of both pools. Default: at most 1 GiB on a CPU.")
+]
 MaxTokens = Annotated[int, typer.Option(min=1, help="Tokens to generate for each prompt.")]
 Temperature = Annotated[float, typer.Option(min=0.0, help="0: greedy.")]
 Seed = Annotated[int | None, typer.Option(min=0, help="Seed of sampled output; prompt i uses seed + i.")]
@@ -49,6 +53,13 @@ class Job:
     token_ids: list[list[int]]
     params: list[Any]
     num_clipped: int
+
+    @property
+    def label(self) -> str:
+        """How the batch is decoded."""
+        llm = self.llm
+        k = llm.engine.max_draft_tokens
+        return f"{'speculative' if k else 'plain'}, batch of {llm.config.max_num_seqs}" + (f", K = {k}" if k else "")
 
     def run(self, label: str, params: Sequence[Any] | None = None, one_at_a_time: bool = False) -> Run:
         """Decode every prompt, with a progress bar."""
@@ -94,6 +105,8 @@ def _prepare(
     max_prompt_tokens: int | None,
     num_speculative_tokens: int,
     max_num_seqs: int,
+    max_model_len: int | None,
+    kv_cache_memory_bytes: int | None,
     max_tokens: int,
     temperature: float,
     seed: int | None,
@@ -124,6 +137,8 @@ def _prepare(
         dtype=dtype,
         numerics=numerics,
         max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        kv_cache_memory_bytes=kv_cache_memory_bytes,
         trust_remote_code=trust_remote_code,
     )
     room = llm.config.max_model_len - max_tokens
@@ -155,6 +170,8 @@ def generate(
     max_prompt_tokens: MaxPromptTokens = None,
     num_speculative_tokens: K = 5,
     max_num_seqs: MaxNumSeqs = 8,
+    max_model_len: MaxModelLen = None,
+    kv_cache_memory_bytes: KVCacheMemory = None,
     max_tokens: MaxTokens = 64,
     temperature: Temperature = 0.0,
     seed: Seed = None,
@@ -175,12 +192,12 @@ def generate(
         text = Text(result.error or result.outputs[0].text)  # code is full of what would pass for markup
         completions.add_row(Text(str(record.question_id)), text, style="red" if result.error else None)
     console.print(completions)
-    table = Table(title=f"{len(run.outputs)} prompts, batch {max_num_seqs}, K = {num_speculative_tokens}")
+    table = Table(title=f"{len(run.outputs)} prompts, {job.label}")
     for column in ("tokens/s", "rounds", "acceptance", "mean acceptance length", "rollback"):
         table.add_column(column, justify="right")
     table.add_row(
         f"{run.tokens_per_second:.0f}",
-        str(metrics.steps),
+        str(metrics.rounds),
         _rate(metrics.acceptance_rate, ".1%"),
         _rate(metrics.mean_acceptance_length, ".2f"),
         f"{metrics.rollbacks} x, {metrics.rolled_back_tokens} tokens, {metrics.rollback_blocks_freed} blocks, "
@@ -205,6 +222,8 @@ def verify(
     max_prompt_tokens: MaxPromptTokens = None,
     num_speculative_tokens: K = 5,
     max_num_seqs: MaxNumSeqs = 8,
+    max_model_len: MaxModelLen = None,
+    kv_cache_memory_bytes: KVCacheMemory = None,
     max_tokens: MaxTokens = 64,
     temperature: Temperature = 0.0,
     seed: Seed = None,
@@ -230,16 +249,18 @@ def verify(
     if temperature > 0 and seed is None:
         arguments["seed"] = 0  # both runs need the same seeds
     job = _checked(_prepare, **arguments)
-    runs = []
+    runs, transformers = [], None
     if reference == "plain":
         opted_out = [replace(p, extra_args={"num_speculative_tokens": 0}) for p in job.params]
         runs.append(_checked(job.run, "plain, one at a time", opted_out, one_at_a_time=True))
         runs.append(_checked(job.run, f"plain, batch of {max_num_seqs}", opted_out))
     else:
-        runs.append(_checked(references.run_transformers, job, Run))
-    runs.append(_checked(job.run, f"speculative, batch of {max_num_seqs}, K = {num_speculative_tokens}"))
+        transformers = references.TransformersReference(job.llm)
+        runs.append(_checked(references.run_transformers, job, transformers, Run))
+    if runs[-1].label != job.label:  # without a draft that run is done
+        runs.append(_checked(job.run, job.label))
     _write_completions(job, runs[-1], output)
-    mismatches = _checked(references.judge, job, runs, reference)
+    mismatches = _checked(references.judge, job, runs, transformers)
     _print_verdict(job, runs, mismatches)
     faults = [m for m in mismatches if m.label == "fault"]
     num_identical = len(job.records) - len({m.prompt_idx for m in mismatches})
@@ -267,7 +288,7 @@ def _print_verdict(job: Job, runs: Sequence[Run], mismatches: Sequence[Any]) -> 
     table = Table("run", "tokens/s", "against the first", "acceptance", "mean acceptance length")
     metrics = job.llm.metrics
     for run in runs:
-        speculative = run is runs[-1]
+        speculative = run.label.startswith("speculative")
         table.add_row(
             run.label,
             f"{run.tokens_per_second:.0f}",

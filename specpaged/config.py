@@ -70,7 +70,7 @@ class SpeculativeConfig:
                 raise ValueError(f"speculative_config has no key {key!r}; allowed: {', '.join(known)}")
         return cls(**config)
 
-    def num_drafts(self, batch_size: int) -> int:
+    def num_draft_tokens(self, batch_size: int) -> int:
         """K for a step of `batch_size` running sequences."""
         if self.num_speculative_tokens_per_batch_size is None:
             return self.num_speculative_tokens
@@ -80,7 +80,7 @@ class SpeculativeConfig:
         return 0
 
     @property
-    def max_num_drafts(self) -> int:
+    def max_draft_tokens(self) -> int:
         """The largest K that any batch size can ask for."""
         if self.num_speculative_tokens_per_batch_size is None:
             return self.num_speculative_tokens
@@ -111,8 +111,9 @@ def _check_ranges(name: str, ranges: Any) -> None:
 class EngineConfig:
     """Everything an engine needs beside the models. Sizes are in tokens, memory is in bytes.
 
-    `max_model_len` None takes the target's max_position_embeddings. `kv_cache_memory_bytes` None takes what
-    `max_num_seqs` full-length sequences need, at most 1 GiB on a CPU and 80 % of what is free on a GPU.
+    `kv_cache_memory_bytes` None takes what `max_num_seqs` full-length sequences need, at most 1 GiB on a CPU and
+    80 % of what is free on a GPU. `max_model_len` None takes the target's max_position_embeddings, or what that
+    memory holds of one sequence if that is less.
     """
 
     model: str = EMBEDDED_TARGET

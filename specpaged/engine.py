@@ -19,15 +19,16 @@ from specpaged.outputs import RequestOutput
 from specpaged.paging.block_allocator import BlockAllocator
 from specpaged.paging.page_table import DRAFT, TARGET, PageTable
 from specpaged.paging.prefix_cache import PrefixCache
+from specpaged.prompt_logprobs import prompt_rows, record_prompt_logprobs, wants_prompt_logits
 from specpaged.request import Request, validate_request
 from specpaged.sampling.batch import SamplingBatch, SamplingRequest
-from specpaged.sampling.prompt_logprobs import prompt_rows, record_prompt_logprobs, wants_prompt_logits
 from specpaged.sampling_params import SamplingParams, bad_words_token_ids
 from specpaged.scheduling.base import ScheduledSequence, ScheduledStep
 from specpaged.scheduling.continuous import ContinuousScheduler
 from specpaged.sequence import Sequence
 from specpaged.stopping import StopChecker
-from specpaged.verification.base import VerifyOutput, get_verifier
+from specpaged.verification import get_verifier
+from specpaged.verification.base import VerifyOutput
 
 
 @dataclass(frozen=True)
@@ -61,9 +62,14 @@ class Engine:
         self.drafter = drafter
         self.metrics = EngineMetrics()
         speculative = config.speculative_config if drafter is not None else None
-        self.max_num_drafts = speculative.max_num_drafts if speculative else 0
+        self.max_draft_tokens = speculative.max_draft_tokens if speculative else 0
         self.num_pools = 2 if draft is not None else 1
         self.verifier = get_verifier(speculative.verification if speculative else "coupled")
+        num_slots = target.kv_cache.num_blocks * config.block_size
+        if num_slots < config.max_model_len:
+            raise ValueError(
+                f"target.kv_cache has {num_slots} slots; allowed: max_model_len={config.max_model_len} or more"
+            )
         self.allocator = BlockAllocator(target.kv_cache.num_blocks)
         self.prefix_cache = PrefixCache(self.allocator, config.block_size) if config.enable_prefix_caching else None
         self.scheduler = ContinuousScheduler(
@@ -76,7 +82,7 @@ class Engine:
             prefix_cache=self.prefix_cache,
         )
         self.requests: dict[str, Request] = {}
-        self._num_requests_seen = 0
+        self._num_seeds_derived = 0
 
     def add_request(
         self,
@@ -98,11 +104,12 @@ class Engine:
             vocab_size=self.vocabulary.size,
             has_tokenizer=self.vocabulary.tokenizer is not None,
             max_model_len=self.config.max_model_len,
-            max_num_drafts=self.max_num_drafts,
+            max_draft_tokens=self.max_draft_tokens,
             verification=self.verifier.name,
         )
-        max_drafts = (params.extra_args or {}).get("num_speculative_tokens", self.max_num_drafts)
-        max_drafts = min(max_drafts, self.max_num_drafts)
+        max_draft_tokens = self.max_draft_tokens
+        if params.num_speculative_tokens is not None:
+            max_draft_tokens = params.num_speculative_tokens
         stop_ids = tuple(sorted({*self.vocabulary.eos_token_ids, *params.stop_token_ids}))
         bad_words = ()
         if params.bad_words:
@@ -111,13 +118,14 @@ class Engine:
         sequences = []
         for child in range(params.n):
             # A request that never drafts needs no draft KV: its page table has one pool.
-            table = PageTable(self.allocator, self.config.block_size, self.num_pools if max_drafts else 1)
+            table = PageTable(self.allocator, self.config.block_size, self.num_pools if max_draft_tokens else 1)
+            child_seed = (seed + child) % 2**64
             sequence = Sequence(
-                request_id, list(prompt_token_ids), params, seed + child, table, max_drafts, child_idx=child
+                request_id, list(prompt_token_ids), params, child_seed, table, max_draft_tokens, child_idx=child
             )
             sequence.sampling_request = SamplingRequest(
                 params=params,
-                seed=seed + child,
+                seed=child_seed,
                 prompt_token_ids=sequence.prompt_token_ids,
                 output_token_ids=sequence.output_token_ids,
                 stop_ids=stop_ids,
@@ -182,10 +190,13 @@ class Engine:
         self.scheduler.check_integrity()
         if self.prefix_cache is not None:
             self.prefix_cache.check_integrity()
+        for runner in (self.target, self.draft):
+            if runner is not None:
+                runner.kv_cache.check_integrity()
 
     def _derive_seed(self) -> int:
-        text = f"{self.config.seed}/{self._num_requests_seen}".encode()
-        self._num_requests_seen += 1
+        text = f"{self.config.seed}/{self._num_seeds_derived}".encode()
+        self._num_seeds_derived += 1
         return int.from_bytes(hashlib.blake2b(text, digest_size=6).digest(), "little")
 
     def _copy_forks(self, scheduled: ScheduledStep) -> None:
@@ -243,47 +254,45 @@ class Engine:
         metrics = self.metrics
         num_drafted = [len(token_ids) for token_ids in draft.token_ids]
         metrics.steps += 1
+        metrics.rounds += any(entry.samples for entry in scheduled.entries)
         metrics.unverified_kv_tokens = sum(num_drafted)
         metrics.peak_unverified_kv_tokens = max(metrics.peak_unverified_kv_tokens, sum(num_drafted))
         metrics.blocks_in_use = self.allocator.num_held
         metrics.peak_blocks_in_use = max(metrics.peak_blocks_in_use, self.allocator.num_held)
         finished: list[Sequence] = []
         rollbacks: list[tuple[Sequence, int, int, int]] = []
-        i = 0
+        results = zip(
+            num_drafted, verified.token_ids, verified.num_accepted, verified.failed, verified.logprobs, strict=True
+        )
         for entry in scheduled.entries:
-            sequence = entry.sequence
+            sequence, k = entry.sequence, 0
+            num_known = entry.context_len + entry.num_new_tokens
             if sequence in prompt_logits:
                 record_prompt_logprobs(sequence, prompt_logits[sequence])
-            num_known = entry.context_len + entry.num_new_tokens
-            if not entry.samples:
-                sequence.page_table.advance(TARGET, entry.num_new_tokens)
-                _advance_draft(sequence.page_table, num_known)
-                continue
-            k, num_accepted = num_drafted[i], verified.num_accepted[i]
-            sequence.metrics.rounds += 1
-            if k:
-                sequence.metrics.record_draft(k, num_accepted)
-                metrics.record_draft(k, num_accepted)
-            if verified.failed[i]:
-                sequence.error = (
-                    f"request {sequence.request_id!r}: the logits of output token "
-                    f"{len(sequence.output_token_ids)} hold NaN or allow no token"
-                )
-                finished.append(sequence)
-                i += 1
-                continue
-            num_emitted = sequence.emit(verified.token_ids[i], verified.logprobs[i])
-            metrics.emitted_tokens += num_emitted
-            if sequence.finish_reason is not None:
-                finished.append(sequence)
+            if entry.samples:
+                k, token_ids, num_accepted, failed, logprobs = next(results)
+                sequence.metrics.rounds += 1
+                if k:
+                    sequence.metrics.record_draft(k, num_accepted)
+                    metrics.record_draft(k, num_accepted)
+                num_emitted = sequence.emit(token_ids, logprobs)
+                metrics.emitted_tokens += num_emitted
+                if failed and sequence.finish_reason is None:
+                    sequence.error = (
+                        f"request {sequence.request_id!r}: the logits of output token "
+                        f"{len(sequence.output_token_ids)} hold NaN or allow no token"
+                    )
+                if sequence.finish_reason is not None or sequence.error is not None:
+                    finished.append(sequence)
+                if k:
+                    rollbacks.append((sequence, num_known, k, min(num_accepted, num_emitted)))
             sequence.page_table.advance(TARGET, entry.num_new_tokens + k)
-            if k:
-                _advance_draft(sequence.page_table, num_known + k - 1)
-                rollbacks.append((sequence, num_known, k, min(num_accepted, num_emitted)))
-            i += 1
+            if _runs_draft(entry):
+                _advance_draft(sequence.page_table, num_known + max(0, k - 1))
         self._roll_back(rollbacks)
         for entry in scheduled.entries:
-            if self.prefix_cache is not None and entry.sequence.error is None:
+            # Not before the sequence samples: its logits are the first to show a NaN in any of its KV.
+            if self.prefix_cache is not None and entry.samples and entry.sequence.error is None:
                 self._publish(entry.sequence)
         for sequence in finished:
             self._finish(sequence, sequence.finish_reason or "error")
@@ -337,20 +346,25 @@ class Engine:
 
 
 def _draft_row(entry: ScheduledSequence, request_idx: int) -> DraftRow | None:
-    """What the drafter has to do for a scheduled sequence; None if nothing.
-
-    It follows every prefill chunk. A sequence that samples without drafts (K = 0 in this step) is left
-    behind, and caught up with by its next draft.
-    """
-    sequence = entry.sequence
-    table = sequence.page_table
-    if len(table.context_lens) <= DRAFT or (entry.samples and entry.num_draft_tokens == 0):
+    """What the drafter has to do for a scheduled sequence; None if nothing."""
+    if not _runs_draft(entry):
         return None
+    sequence, table = entry.sequence, entry.sequence.page_table
     start = table.context_lens[DRAFT]
     token_ids = sequence.token_ids[start : entry.context_len + entry.num_new_tokens]
     return DraftRow(token_ids, start, table.blocks, entry.num_draft_tokens, request_idx)
 
 
+def _runs_draft(entry: ScheduledSequence) -> bool:
+    """Whether the drafter runs in this step: for drafts, and behind every chunk of a prefill, which may be shared.
+
+    A sequence that decodes with K = 0 is left behind, and caught up with by its next draft.
+    """
+    if len(entry.sequence.page_table.context_lens) <= DRAFT:
+        return False
+    return entry.num_draft_tokens > 0 or entry.num_new_tokens > 1 or not entry.samples
+
+
 def _advance_draft(table: PageTable, num_tokens: int) -> None:
-    if len(table.context_lens) > DRAFT and num_tokens > table.context_lens[DRAFT]:
+    if num_tokens > table.context_lens[DRAFT]:
         table.advance(DRAFT, num_tokens - table.context_lens[DRAFT])

@@ -60,13 +60,15 @@ class LLM:
             numerics=config.numerics,
         )
         self.tokenizer = load_tokenizer(config.model, config.trust_remote_code)
-        vocab_size = target.vocab_size if self.tokenizer is None else min(target.vocab_size, len(self.tokenizer))
-        config = replace(config, max_model_len=target.max_model_len)
+        vocab_size = target.vocab_size
+        if self.tokenizer is not None:  # whose ids may have gaps; an embedding may be padded beyond them
+            vocab_size = min(vocab_size, 1 + max(self.tokenizer.get_vocab().values()))
         draft = None
-        if speculative is not None and speculative.max_num_drafts > 0:
-            draft = self._load_draft(config, target)
-            vocab_size = min(vocab_size, draft.vocab_size)
-        num_blocks = _num_blocks(config, [m for m in (target, draft) if m is not None])
+        if speculative is not None and speculative.max_draft_tokens > 0:
+            draft = self._load_draft(config, target, vocab_size)
+        models = [m for m in (target, draft) if m is not None]
+        config = replace(config, max_model_len=_max_model_len(config, models))
+        num_blocks = _num_blocks(config, models)
 
         def runner(loaded: LoadedModel) -> ModelRunner:
             cache = PagedKVCache(loaded.kv_spec, num_blocks, config.block_size, loaded.dtype, loaded.device)
@@ -83,7 +85,7 @@ class LLM:
                 with_probs=speculative.verification == "rejection",
             )
         # An id that no row of logits has can end nothing, and must not be ruled out by min_tokens.
-        eos_token_ids = tuple(token_id for token_id in target.eos_token_ids if token_id < vocab_size)
+        eos_token_ids = tuple(token_id for token_id in target.eos_token_ids if 0 <= token_id < vocab_size)
         vocabulary = Vocabulary(vocab_size, eos_token_ids, self.tokenizer)
         self.config = config
         self.engine = Engine(config, vocabulary, target_runner, draft_runner, drafter)
@@ -91,14 +93,14 @@ class LLM:
         logger.info("%s", self.report)
         self._num_requests = 0
 
-    def _load_draft(self, config: EngineConfig, target: LoadedModel) -> LoadedModel:
+    def _load_draft(self, config: EngineConfig, target: LoadedModel, vocab_size: int) -> LoadedModel:
         speculative = config.speculative_config
         draft = load_model(
             speculative.model,
             dtype=str(target.dtype).removeprefix("torch."),
             device=config.device,
             trust_remote_code=config.trust_remote_code,
-            max_model_len=config.max_model_len,
+            max_model_len=target.max_model_len,
             numerics=speculative.numerics,
         )
         draft_tokenizer = load_tokenizer(speculative.model, config.trust_remote_code)
@@ -112,6 +114,11 @@ class LLM:
             raise ValueError(
                 f"speculative_config['model']={speculative.model!r} has another vocabulary than "
                 f"model={config.model!r} ({sizes}); allowed: a draft with the target's own tokenizer"
+            )
+        if draft.vocab_size < vocab_size:
+            raise ValueError(
+                f"speculative_config['model']={speculative.model!r} has {draft.vocab_size} embedding rows for the "
+                f"target's {vocab_size} tokens; allowed: as many or more"
             )
         return draft
 
@@ -129,7 +136,12 @@ class LLM:
 
         Raises:
             ValueError: as said, or lists of different lengths.
+            RuntimeError: if requests that were added to the engine itself still run: their outputs are its caller's.
         """
+        if self.engine.has_unfinished_requests:
+            raise RuntimeError(
+                f"requests {sorted(self.engine.requests)} were added to the engine and still run; step it to their end"
+            )
         if isinstance(prompts, str | Mapping):
             prompts = [prompts]
         if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
@@ -232,7 +244,7 @@ def _engine_config(
             "{'model': ..., 'num_speculative_tokens': 5}"
         )
     if speculative_config is not None and speculative_config.model is None:
-        if not embedded and speculative_config.max_num_drafts > 0:
+        if not embedded and speculative_config.max_draft_tokens > 0:
             raise ValueError(
                 "speculative_config['model']=None: a draft model is needed beside "
                 f"model={str(model)!r}; allowed: a local path or hub id"
@@ -251,31 +263,44 @@ def _engine_config(
     )
 
 
+def _bytes_per_token(models: Sequence[LoadedModel]) -> int:
+    return sum(2 * heads * dim * model.dtype.itemsize for model in models for heads, dim in model.kv_spec.layers)
+
+
+def _default_kv_bytes(config: EngineConfig) -> int:
+    if torch.device(config.device).type == "cuda":
+        return int(torch.cuda.mem_get_info(config.device)[0] * GPU_KV_FRACTION)
+    return DEFAULT_CPU_KV_BYTES
+
+
+def _max_model_len(config: EngineConfig, models: Sequence[LoadedModel]) -> int:
+    """The target's; where neither a length nor a KV memory was asked for, cut to what the default memory holds."""
+    length = models[0].max_model_len
+    if config.max_model_len is not None or config.kv_cache_memory_bytes is not None:
+        return length
+    num_blocks = _default_kv_bytes(config) // (_bytes_per_token(models) * config.block_size)
+    return min(length, max(1, num_blocks) * config.block_size)
+
+
 def _num_blocks(config: EngineConfig, models: Sequence[LoadedModel]) -> int:
     """Blocks that the KV memory holds, one block taking its bytes in the pools of all models."""
-    bytes_per_token = sum(
-        2 * heads * dim * model.dtype.itemsize for model in models for heads, dim in model.kv_spec.layers
-    )
+    bytes_per_token = _bytes_per_token(models)
     block_bytes = bytes_per_token * config.block_size
     blocks_per_sequence = -(-config.max_model_len // config.block_size)
     memory = config.kv_cache_memory_bytes
     if memory is None:
-        if torch.device(config.device).type == "cuda":
-            memory = int(torch.cuda.mem_get_info(config.device)[0] * GPU_KV_FRACTION)
-        else:
-            memory = DEFAULT_CPU_KV_BYTES
-        memory = min(memory, config.max_num_seqs * blocks_per_sequence * block_bytes)
+        memory = min(_default_kv_bytes(config), config.max_num_seqs * blocks_per_sequence * block_bytes)
     num_blocks = memory // block_bytes
-    max_num_drafts = config.speculative_config.max_num_drafts if config.speculative_config else 0
-    if num_blocks * config.block_size < max_num_drafts + 2:
+    max_draft_tokens = config.speculative_config.max_draft_tokens if config.speculative_config else 0
+    if num_blocks * config.block_size < max_draft_tokens + 2:
         raise ValueError(
-            f"speculative_config['num_speculative_tokens']={max_num_drafts} needs KV for {max_num_drafts + 2} tokens "
-            f"of a sequence; kv_cache_memory_bytes={memory} holds {num_blocks * config.block_size} "
+            f"speculative_config['num_speculative_tokens']={max_draft_tokens} needs KV for {max_draft_tokens + 2} "
+            f"tokens of a sequence; kv_cache_memory_bytes={memory} holds {num_blocks * config.block_size} "
             f"({bytes_per_token} bytes per token, block_size {config.block_size})"
         )
-    if max_num_drafts + 2 > config.max_model_len:
+    if max_draft_tokens + 2 > config.max_model_len:
         raise ValueError(
-            f"speculative_config['num_speculative_tokens']={max_num_drafts} must be at most "
+            f"speculative_config['num_speculative_tokens']={max_draft_tokens} must be at most "
             f"max_model_len - 2 = {config.max_model_len - 2}"
         )
     if num_blocks < blocks_per_sequence:

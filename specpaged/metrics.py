@@ -69,11 +69,13 @@ class RequestMetrics(DraftCounters):
 class EngineMetrics(DraftCounters):
     """Totals since the engine started; the two gauges (in use, unverified) are of the last step.
 
-    Unverified KV tokens are those that a target pass wrote for drafts: the memory that speculation holds
-    between scoring and commit. Rollback covers both pools; its seconds include the allocator's work.
+    A round is a step in which some sequence samples. Unverified KV tokens are those that a target pass wrote for
+    drafts: the memory that speculation holds between scoring and commit. Rollback covers both pools; its seconds
+    include the allocator's work.
     """
 
     steps: int = 0
+    rounds: int = 0
     prompt_tokens: int = 0
     emitted_tokens: int = 0
     accepted_per_position: list[int] = field(default_factory=list)

@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from specpaged.equivalence import Mismatch, TopTwo, compare, is_near_tie
 from specpaged.metrics import RequestMetrics
+from specpaged.modeling.rope import freeze_rope
 from specpaged.outputs import CompletionOutput, RequestOutput
 from specpaged.sampling_params import SamplingParams
 
@@ -43,6 +44,7 @@ class TransformersReference:
             use_safetensors=True,
             trust_remote_code=llm.config.trust_remote_code,
         ).to(model.device)
+        freeze_rope(self.model, model.max_model_len)  # as ours: the same function of a position at every length
         self.model.eval()
         # A fresh configuration: the checkpoint's may hold penalties that nobody asked us for. It must be the
         # model's own, too: `generate` fills up what an argument leaves open from there.
@@ -70,9 +72,8 @@ class TransformersReference:
         return TopTwo(tuple(ids.tolist()), tuple(values.tolist()))
 
 
-def run_transformers(job: Any, run_type: type) -> Any:
+def run_transformers(job: Any, reference: TransformersReference, run_type: type) -> Any:
     """Every prompt of the job through transformers' `generate`, with a progress bar."""
-    reference = TransformersReference(job.llm)
     start = time.perf_counter()
     outputs = []
     for i, (token_ids, params) in enumerate(zip(tqdm(job.token_ids, unit="prompt"), job.params, strict=True)):
@@ -81,12 +82,11 @@ def run_transformers(job: Any, run_type: type) -> Any:
     return run_type("transformers generate, one at a time", outputs, time.perf_counter() - start)
 
 
-def judge(job: Any, runs: Sequence[Any], reference: str) -> list[Mismatch]:
-    """Where later runs differ from the first. Against our own plain decoding, any difference is a fault."""
+def judge(job: Any, runs: Sequence[Any], transformers: TransformersReference | None) -> list[Mismatch]:
+    """Where later runs differ from the first. Against our own plain decoding (None), any difference is a fault."""
     mismatches = [m for run in runs[1:] for m in compare(runs[0].token_ids, run.token_ids)]
-    if reference == "plain" or not mismatches:
+    if transformers is None:
         return mismatches
-    transformers = TransformersReference(job.llm)
     dtype = str(transformers.model.dtype).removeprefix("torch.")
     judged = []
     for mismatch in mismatches:

@@ -59,6 +59,7 @@ class StartupReport:
     num_blocks: int
     block_size: int
     max_model_len: int
+    model_positions: int  # that the target itself has
 
     @classmethod
     def of(cls, config: EngineConfig, target: ModelRunner, draft: ModelRunner | None) -> StartupReport:
@@ -66,7 +67,13 @@ class StartupReport:
         models = [ModelReport.of("target", target)]
         if draft is not None:
             models.append(ModelReport.of("draft", draft))
-        return cls(tuple(models), target.kv_cache.num_blocks, config.block_size, config.max_model_len)
+        return cls(
+            tuple(models),
+            target.kv_cache.num_blocks,
+            config.block_size,
+            config.max_model_len,
+            target.model.max_model_len,
+        )
 
     @property
     def num_full_sequences(self) -> int:
@@ -75,10 +82,10 @@ class StartupReport:
 
     def __str__(self) -> str:
         kv_bytes = sum(m.kv_bytes_per_token for m in self.models) * self.num_blocks * self.block_size
-        return "\n".join(
-            [
-                *map(str, self.models),
-                f"KV     {self.num_blocks} blocks of {self.block_size} tokens, {human_bytes(kv_bytes)}: "
-                f"{self.num_full_sequences} sequences of {self.max_model_len} tokens",
-            ]
+        pool = (
+            f"KV     {self.num_blocks} blocks of {self.block_size} tokens, {human_bytes(kv_bytes)}: "
+            f"{self.num_full_sequences} sequences of {self.max_model_len} tokens"
         )
+        if self.max_model_len < self.model_positions:
+            pool += f" (max_model_len; the model has {self.model_positions} positions)"
+        return "\n".join([*map(str, self.models), pool])

@@ -19,7 +19,7 @@ def validate_request(
     vocab_size: int,
     has_tokenizer: bool,
     max_model_len: int,
-    max_num_drafts: int,
+    max_draft_tokens: int,
     verification: str,
 ) -> None:
     """Raise ValueError, naming the argument, its value and what is allowed, for what cannot be served."""
@@ -44,9 +44,9 @@ def validate_request(
             f"temperature={params.temperature} needs speculative_config['verification'] 'coupled' or "
             "'rejection'; 'greedy' allows temperature 0 only"
         )
-    k = (params.extra_args or {}).get("num_speculative_tokens", 0)
-    if k > max_num_drafts:
-        allowed = f"0 to {max_num_drafts}" if max_num_drafts else "0, as this engine has no draft"
+    k = params.num_speculative_tokens or 0
+    if k > max_draft_tokens:
+        allowed = f"0 to {max_draft_tokens}" if max_draft_tokens else "0, as this engine has no draft"
         raise ValueError(f"extra_args['num_speculative_tokens']={k} is more than the engine drafts; allowed: {allowed}")
     validate_for_model(params, vocab_size, has_tokenizer)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 _MIN_TEMPERATURE = 1e-2  # vLLM lifts smaller temperatures to this: logits / temperature must stay finite
 _MAX_LOGIT_BIAS = 100.0
+_MAX_N = 16384  # vLLM's cap
 _EXTRA_ARGS = ("num_speculative_tokens",)
 
 
@@ -85,14 +86,8 @@ class SamplingParams:
         if isinstance(self.stop, str):
             self._set("stop", (self.stop,))
         for name in ("stop", "stop_token_ids", "bad_words"):
-            value = getattr(self, name)
-            if isinstance(value, str | bytes | int):
-                raise _refuse(name, value, "a list or None")
-            self._set(name, tuple(dict.fromkeys(value or ())))
-        if self.allowed_token_ids is not None:
-            if isinstance(self.allowed_token_ids, str | bytes | int):
-                raise _refuse("allowed_token_ids", self.allowed_token_ids, "a list or None")
-            self._set("allowed_token_ids", tuple(dict.fromkeys(self.allowed_token_ids)))
+            self._set(name, self._distinct(name) or ())
+        self._set("allowed_token_ids", self._distinct("allowed_token_ids"))
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is True:
                 self._set(name, 1)
@@ -102,6 +97,18 @@ class SamplingParams:
             self._set("top_k", 0)
         if _is_number(self.temperature) and 0 < self.temperature < _MIN_TEMPERATURE:
             self._set("temperature", _MIN_TEMPERATURE)
+
+    def _distinct(self, name: str) -> tuple | None:
+        """A list's entries, each once and in order."""
+        value = getattr(self, name)
+        if value is None:
+            return None
+        if isinstance(value, str | bytes):
+            raise _refuse(name, value, "a list or None")
+        try:
+            return tuple(dict.fromkeys(value))
+        except TypeError:
+            raise _refuse(name, value, "a list or None") from None
 
     def _check_numbers(self) -> None:
         def number(name: str, allowed: str, ok) -> None:
@@ -114,7 +121,7 @@ class SamplingParams:
             if not (value is None and none) and not (_is_int(value) and ok(value)):
                 raise _refuse(name, value, allowed)
 
-        integer("n", "an int >= 1", lambda v: v >= 1)
+        integer("n", f"an int from 1 to {_MAX_N}", lambda v: 1 <= v <= _MAX_N)
         number("presence_penalty", "a number in [-2, 2]", lambda v: -2 <= v <= 2)
         number("frequency_penalty", "a number in [-2, 2]", lambda v: -2 <= v <= 2)
         number("repetition_penalty", "a finite number > 0", lambda v: v > 0)

@@ -24,7 +24,7 @@ class SequenceStatus(enum.Enum):
 class Sequence:
     """Known tokens (prompt, then output), the page table of their KV, and the state of the request.
 
-    Changed only by the scheduler (status, pages) and by the engine's commit (tokens, metrics).
+    Once queued it is changed only by the scheduler (status, pages, what it counts) and by the engine's commit.
     """
 
     __slots__ = (

@@ -88,8 +88,8 @@ class StopChecker:
     As in vLLM: an eos token or one of stop_token_ids ends it unless it comes before min_tokens, and is not part of
     the text (but is with include_stop_str_in_output); then max_tokens and `max_output_tokens`, the room that
     max_model_len leaves, end it by length; a stop string that the text of a token after min_tokens completes wins
-    over both. Of several stop strings in that text, the one that starts first counts; the text ends before it, or
-    behind it with include_stop_str_in_output.
+    over both. Of several stop strings in that text, the one that is complete first counts, and of these the first in
+    the list; the text ends before it, or behind it with include_stop_str_in_output.
 
     `finish_reason` is None, "stop" or "length"; `stop_reason` the stop string or token id, None for the eos token.
     """
@@ -167,9 +167,8 @@ class StopChecker:
             # Only a match that ends in the new characters can be new.
             start = self._text.find(stop, max(0, len(self._text) - num_new - len(stop) + 1))
             if start >= 0:
-                matches.append((start, order, stop))
+                matches.append((start + len(stop), order, stop))
         if matches:
-            start, _, stop = min(matches)
-            end = start + len(stop) if self._params.include_stop_str_in_output else start
-            self._text = self._text[:end]
+            end, _, stop = min(matches)
+            self._text = self._text[: end if self._params.include_stop_str_in_output else end - len(stop)]
             self.finish_reason, self.stop_reason = "stop", stop

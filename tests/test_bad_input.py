@@ -163,6 +163,13 @@ def test_greedy_verification_refuses_temperature(toy_pair):
             r"extra_args\['num_speculative_tokens'\]=True .* an int >= 0",
         ),
         ({"extra_args": {"k": 3}}, r"extra_args has the key 'k' \(value 3\); supported: num_speculative_tokens"),
+        ({"n": 10**6}, r"n=1000000 is not allowed: n must be an int from 1 to 16384"),
+        ({"stop": 5.0}, r"stop=5.0 is not allowed: stop must be a list or None"),
+        ({"stop": [["a"]]}, r"stop=\[\['a'\]\] is not allowed"),
+        ({"stop_token_ids": 2.5}, r"stop_token_ids=2.5 is not allowed"),
+        ({"stop_token_ids": [[1]]}, r"stop_token_ids=\[\[1\]\] is not allowed"),
+        ({"allowed_token_ids": 1.5}, r"allowed_token_ids=1.5 is not allowed"),
+        ({"bad_words": [{}]}, r"bad_words=\[\{\}\] is not allowed"),
         ({"best_of": 2}, r"best_of=2: SamplingParams does not support 'best_of'; supported: n, "),
     ],
 )
@@ -574,6 +581,6 @@ def test_a_bad_word_outside_the_vocabulary_is_refused(tmp_path):
 
 
 def test_configurations_can_be_checked_without_models(no_models):
-    assert SpeculativeConfig.from_mapping({"num_speculative_tokens": 0}).max_num_drafts == 0
+    assert SpeculativeConfig.from_mapping({"num_speculative_tokens": 0}).max_draft_tokens == 0
     with pytest.raises(ValueError, match="max_num_seqs=0 must be an int >= 1"):
         EngineConfig(max_num_seqs=0)

@@ -53,10 +53,22 @@ def test_greedy_output_is_the_same_with_and_without_speculation(toy_pair, dtype,
     assert llm.metrics.rollbacks > 0
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def late_stops(request, toy_pair):
+    """(dtype, prompts, one SamplingParams each): every sequence stops at a token that comes late, of its own accord."""
+    llm = make_llm(toy_pair, k=0, dtype=request.param)
+    prompts = toys.prompts(16)
+    free = token_ids(generate(llm, prompts, SamplingParams(max_tokens=60, **GREEDY)))
+    stops = [max(ids, key=ids.index) for (ids,) in free]
+    assert sum(ids.index(stop) + 1 for (ids,), stop in zip(free, stops, strict=True)) >= 500
+    return request.param, prompts, [SamplingParams(max_tokens=90, stop_token_ids=[s], **GREEDY) for s in stops]
+
+
 @pytest.mark.parametrize("max_num_seqs", [1, 8])
-@pytest.mark.parametrize(("k", "block_size"), [(1, 16), (4, 1), (7, 64)])
-def test_a_draft_that_is_the_target_is_always_accepted(toy_pair, dtype, max_num_seqs, k, block_size):
+@pytest.mark.parametrize("block_size", [1, 16, 64])
+@pytest.mark.parametrize("k", [1, 4, 7])
+def test_a_draft_that_is_the_target_is_always_accepted(toy_pair, late_stops, max_num_seqs, k, block_size):
+    dtype, prompts, params = late_stops
     llm = make_llm(
         toy_pair,
         k=k,
@@ -66,13 +78,12 @@ def test_a_draft_that_is_the_target_is_always_accepted(toy_pair, dtype, max_num_
         block_size=block_size,
         speculative={"numerics": "exact"},
     )
-    # Lengths that stop inside accepted runs, so that sequences leave at every offset of a round.
-    params = [SamplingParams(max_tokens=40 + i, **GREEDY) for i in range(13)]
-    outputs = generate(llm, toys.prompts(13), params)
-    assert [len(o.outputs[0].token_ids) for o in outputs] == [p.max_tokens for p in params]
-    assert sum(p.max_tokens for p in params) >= 500
-    assert llm.metrics.acceptance_rate == 1.0
-    assert llm.metrics.rolled_back_tokens == 0
+    outputs = generate(llm, prompts, params)
+    assert [output.outputs[0].finish_reason for output in outputs] == ["stop"] * 16
+    metrics = llm.metrics
+    assert metrics.acceptance_rate == 1.0
+    # Some stops fell inside an accepted run: fewer tokens were emitted than the rounds had won.
+    assert metrics.emitted_tokens < metrics.accepted_tokens + sum(output.metrics.rounds for output in outputs)
 
 
 @pytest.mark.parametrize("seed", [0, 7])
@@ -164,17 +175,63 @@ def test_each_request_may_ask_for_fewer_drafts_or_none(toy_pair, plain):
         assert (output.metrics.drafts > 0) == (k > 0)
 
 
-def test_k_follows_the_batch_size(toy_pair, plain):
-    prompts, params = toys.prompts(8), SamplingParams(max_tokens=20, **GREEDY)
-    table = [[1, 2, 5], [3, 5, 2], [6, 64, 0]]
-    llm = make_llm(toy_pair, speculative={"num_speculative_tokens_per_batch_size": table})
-    config = llm.config.speculative_config
-    assert [config.num_drafts(b) for b in (1, 2, 3, 5, 6, 65)] == [5, 5, 2, 2, 0, 0]
+def test_k_follows_the_batch_size(toy_pair, plain, monkeypatch):
+    prompts = toys.prompts(8)
+    params = [SamplingParams(max_tokens=8 + 8 * i, **GREEDY) for i in range(8)]
+    llm = make_llm(toy_pair, speculative={"num_speculative_tokens_per_batch_size": [[1, 2, 5], [3, 5, 2], [6, 64, 0]]})
+    propose, steps = llm.engine._propose, []
+
+    def watched(scheduled, sampling):
+        steps.append([entry.num_draft_tokens for entry in scheduled.entries])
+        return propose(scheduled, sampling)
+
+    monkeypatch.setattr(llm.engine, "_propose", watched)
     outputs = generate(llm, prompts, params)
-    assert token_ids(outputs) == token_ids(generate(plain, prompts, params))
-    alone = make_llm(toy_pair, speculative={"num_speculative_tokens_per_batch_size": [[2, 64, 3]]})
-    generate(alone, prompts[0], params)
-    assert alone.metrics.draft_tokens == 0
+    assert token_ids(outputs) == [token_ids(generate(plain, q, p))[0] for q, p in zip(prompts, params, strict=True)]
+    assert {len(step) for step in steps} >= {1, 4, 7}  # the batch drains
+    for step in steps:
+        k = 5 if len(step) <= 2 else 2 if len(step) <= 5 else 0
+        assert max(step) <= k
+        assert max(step) == k or len(step) == 1  # fewer only at the very end of the last sequence
+
+
+def test_a_draft_that_was_left_behind_catches_up(toy_pair):
+    """K = 0 while three run, then 5: the draft has missed whole stretches, and is right all the same."""
+    llm = make_llm(
+        toy_pair,
+        draft=toy_pair.target,
+        speculative={"numerics": "exact", "num_speculative_tokens_per_batch_size": [[1, 2, 5]]},
+    )
+    params = [SamplingParams(max_tokens=n, **GREEDY) for n in (10, 50, 60)]
+    generate(llm, toys.prompts(3), params)
+    assert llm.metrics.draft_tokens > 0
+    assert llm.metrics.acceptance_rate == 1.0
+
+
+def test_decoding_with_k_zero_never_runs_the_draft(toy_pair, monkeypatch):
+    llm = make_llm(toy_pair, speculative={"num_speculative_tokens_per_batch_size": [[2, 64, 5]]})
+    passes = []
+    forward = llm.engine.draft.forward
+    monkeypatch.setattr(llm.engine.draft, "forward", lambda batch: passes.append(batch.num_tokens) or forward(batch))
+    generate(llm, toys.prompts(1), SamplingParams(max_tokens=20, **GREEDY))
+    assert len(passes) == 1  # behind the prefill, which others may share
+    opted_out = SamplingParams(max_tokens=20, extra_args={"num_speculative_tokens": 0}, **GREEDY)
+    generate(llm, toys.prompts(4), opted_out)
+    assert len(passes) == 1
+
+
+def test_what_was_computed_with_k_zero_is_shared_and_cached_too(toy_pair):
+    prompt = toys.prompts(1, shortest=100, longest=100)[0]
+    params = SamplingParams(n=4, seed=3, max_tokens=8, ignore_eos=True)
+    peaks = []
+    for table in ([[1, 64, 5]], [[1, 1, 5], [2, 64, 0]]):
+        speculative = {"num_speculative_tokens_per_batch_size": table}
+        llm = make_llm(toy_pair, enable_prefix_caching=True, speculative=speculative)
+        generate(llm, prompt, params)
+        peaks.append(llm.metrics.peak_blocks_in_use)
+        again = generate(llm, prompt, SamplingParams(max_tokens=1, **GREEDY))
+        assert again[0].metrics.cached_prompt_tokens == 96
+    assert max(peaks) <= 7 + 4 * 2  # a prompt's blocks once, and two of each child's own
 
 
 def test_no_output_follows_a_stop_inside_an_accepted_run(toy_pair, plain):
@@ -223,46 +280,110 @@ def test_nan_logits_end_their_request_only_and_its_blocks_can_be_reused(toy_pair
     """One request's logits turn to NaN; all slots that nobody owns hold NaN all along."""
     prompts, params = toys.prompts(6), SamplingParams(max_tokens=24, **GREEDY)
     expected = token_ids(generate(plain, prompts, params))
-    llm = make_llm(toy_pair, k=k, max_num_seqs=3, block_size=4)
-    engine, forward = llm.engine, llm.engine.target.forward
-    marker = prompts[2]["prompt_token_ids"]
+    llm = make_llm(toy_pair, k=k, max_num_seqs=3, block_size=4, kv_cache_memory_bytes=70 * 4 * 512 * (2 if k else 1))
+    engine, forward, schedule = llm.engine, llm.engine.target.forward, llm.engine.scheduler.schedule
+    victim_blocks, reused_blocks = set(), set()
+
+    def victim():
+        marker = prompts[2]["prompt_token_ids"]
+        return next((s for s in engine.scheduler.running if s.token_ids[: len(marker)] == marker), None)
+
+    def schedule_over_nan():
+        for pool, runner in enumerate(filter(None, (engine.target, engine.draft))):
+            tables = [sequence.page_table for sequence in engine.scheduler]
+            owned = {slot for table in tables for slot in _slots(table.blocks, table.context_lens[pool], 4)}
+            runner.kv_cache.fill_unowned(owned)
+        if victim_blocks and victim() is None:
+            reused_blocks.update(b for s in engine.scheduler for b in s.page_table.blocks if b in victim_blocks)
+        return schedule()
 
     def poisoned(batch):
-        owned = {
-            slot
-            for sequence in engine.scheduler
-            for pool, length in enumerate(sequence.page_table.context_lens)
-            for slot in _slots(sequence.page_table.blocks, length, 4)
-        }
-        for runner in filter(None, (engine.target, engine.draft)):
-            runner.kv_cache.fill_unowned(owned)
-        logits = forward(batch)
-        for i, sequence in enumerate(s for s in engine.scheduler.running if s.token_ids[: len(marker)] == marker):
-            if len(sequence.output_token_ids) >= 5:
-                rows = [
-                    r
-                    for r, n in enumerate(_row_owner(batch))
-                    if batch.page_table[n, 0].item() == sequence.page_table.blocks[0]
-                ]
-                logits[rows] = float("nan")
-            assert i == 0
+        logits, sequence = forward(batch), victim()
+        if sequence is not None and len(sequence.output_token_ids) >= 5:
+            victim_blocks.update(sequence.page_table.blocks)
+            owners = [n for n, count in enumerate(batch.num_logits) for _ in range(count)]
+            first_blocks = batch.page_table[:, 0].tolist()
+            rows = [r for r, n in enumerate(owners) if first_blocks[n] == sequence.page_table.blocks[0]]
+            logits[rows] = float("nan")
         return logits
 
     monkeypatch.setattr(engine.target, "forward", poisoned)
+    monkeypatch.setattr(engine.scheduler, "schedule", schedule_over_nan)
     outputs = generate(llm, prompts, params)
     assert "NaN" in outputs[2].error
     assert outputs[2].outputs[0].finish_reason == "error"
     assert outputs[2].outputs[0].token_ids == expected[2][0][: len(outputs[2].outputs[0].token_ids)]
     mates = [i for i in range(6) if i != 2]
     assert token_ids([outputs[i] for i in mates]) == [expected[i] for i in mates]
+    assert reused_blocks
+    if k:
+        assert llm.metrics.accepted_tokens > 50  # the draft's KV is read where it is valid, and only there
 
 
 def _slots(blocks, length, block_size):
     return [blocks[p // block_size] * block_size + p % block_size for p in range(length)]
 
 
-def _row_owner(batch):
-    return [n for n, count in enumerate(batch.num_logits) for _ in range(count)]
+@pytest.mark.parametrize("k", [0, 5])
+def test_what_comes_before_an_unusable_row_counts_and_may_stop_there(toy_pair, k):
+    """A grammar that allows 7, then 9, then nothing: with drafts, the row that allows nothing is in the same pass."""
+    tokens, masks = (7, 9), torch.zeros(3, toys.VOCAB_SIZE, dtype=torch.bool)
+    masks[0, tokens[0]] = masks[1, tokens[1]] = True
+    llm = make_llm(toy_pair, k=k, draft=toy_pair.target, speculative={"numerics": "exact"} if k else {})
+    results = []
+    for stop in ([], [tokens[1]]):
+        params = SamplingParams(max_tokens=3, stop_token_ids=stop, allowed_token_ids=tokens, **GREEDY)
+        llm.engine.add_request("r", toys.prompts(1)[0]["prompt_token_ids"], params)
+        (sequence,) = llm.engine.requests["r"].sequences
+        outputs = []
+        while not outputs:
+            # A serving stack's grammar: one mask per row, for the output so far plus 0, 1, .. drafts.
+            done = len(sequence.output_token_ids)
+            object.__setattr__(sequence.sampling_request, "token_mask", masks[[min(2, done + j) for j in range(k + 1)]])
+            outputs = llm.engine.step()
+        results.append((outputs[0].outputs[0].token_ids, outputs[0].outputs[0].finish_reason, outputs[0].error))
+    assert results[0][:2] == ([*tokens], "error")
+    assert "output token 2 hold NaN or allow no token" in results[0][2]
+    assert results[1] == ([*tokens], "stop", None)
+
+
+def test_a_nan_in_a_prefill_does_not_stay_in_the_prefix_cache(toy_pair, plain, monkeypatch):
+    prompt = toys.prompts(1, shortest=40, longest=40)[0]
+    params = SamplingParams(max_tokens=8, **GREEDY)
+    llm = make_llm(toy_pair, k=0, block_size=4, max_num_batched_tokens=16, enable_prefix_caching=True)
+    cache, forward = llm.engine.target.kv_cache, llm.engine.target.forward
+
+    def forward_once_broken(batch):
+        logits = forward(batch)
+        cache.layers[0][batch.slot_mapping[:1]] = float("nan")
+        monkeypatch.setattr(llm.engine.target, "forward", forward)
+        return logits
+
+    monkeypatch.setattr(llm.engine.target, "forward", forward_once_broken)
+    with pytest.raises(ValueError, match="NaN"):
+        generate(llm, prompt, params)
+    assert token_ids(generate(llm, prompt, params)) == token_ids(generate(plain, prompt, params))
+
+
+def test_generate_leaves_requests_of_the_engine_to_who_added_them(toy_pair):
+    llm = make_llm(toy_pair)
+    llm.engine.add_request("mine", [1, 2, 3], SamplingParams(max_tokens=4, **GREEDY))
+    with pytest.raises(RuntimeError, match=r"requests \['mine'\] were added to the engine and still run"):
+        llm.generate(toys.prompts(2), use_tqdm=False)
+    outputs = []
+    while llm.engine.has_unfinished_requests:
+        outputs += llm.engine.step()
+    assert [output.request_id for output in outputs] == ["mine"]
+    generate(llm, toys.prompts(2), SamplingParams(max_tokens=4, **GREEDY))
+
+
+@pytest.mark.parametrize("seed", [-2, 2**64 - 1])
+def test_the_seeds_of_children_that_are_reported_reproduce_them(toy_pair, seed):
+    llm = make_llm(toy_pair)
+    (output,) = generate(llm, toys.prompts(1), SamplingParams(n=2, seed=seed, max_tokens=8, ignore_eos=True))
+    for completion in output.outputs:
+        params = SamplingParams(seed=completion.seed, max_tokens=8, ignore_eos=True)
+        assert token_ids(generate(llm, toys.prompts(1), params)) == [[completion.token_ids]]
 
 
 def test_truncate_moves_no_kv(toy_pair, monkeypatch):

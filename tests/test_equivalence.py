@@ -100,14 +100,13 @@ class FakeTransformers:
 
 def test_the_judge_tells_near_ties_from_faults_at_the_place_where_outputs_part(monkeypatch):
     llm = SimpleNamespace(seen=[])
-    monkeypatch.setattr(references, "TransformersReference", FakeTransformers)
     monkeypatch.setattr(references, "_our_top_two", lambda _llm, ids: top(2, 1, margin=0.0))
     job = SimpleNamespace(llm=llm, token_ids=[[5, 5], [50], [6], [7]])
     runs = [
         SimpleNamespace(token_ids=[[3, 1, 4], [1], [8, 1], [9]]),
         SimpleNamespace(token_ids=[[3, 2, 0], [2], [8], [9]]),
     ]
-    judged = references.judge(job, runs, "hf")
+    judged = references.judge(job, runs, FakeTransformers(llm))
     assert [(m.prompt_idx, m.position, m.label) for m in judged] == [
         (0, 1, "near-tie"),
         (1, 0, "fault"),
@@ -115,7 +114,7 @@ def test_the_judge_tells_near_ties_from_faults_at_the_place_where_outputs_part(m
     ]
     assert [m.margin for m in judged] == [pytest.approx(5e-5), pytest.approx(0.5), None]
     assert llm.seen == [[5, 5, 3], [50]]  # the prompt and what both had said
-    assert {m.label for m in references.judge(job, runs, "plain")} == {"fault"}  # own decoding: no ties
+    assert {m.label for m in references.judge(job, runs, None)} == {"fault"}  # own decoding: no ties
 
 
 def test_references_are_refused_by_name():

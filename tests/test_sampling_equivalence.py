@@ -18,7 +18,7 @@ from specpaged import LLM, SamplingParams
 from specpaged.drafting.base import DraftOutput
 from specpaged.sampling.batch import SamplingBatch, SamplingRequest
 from specpaged.stopping import IncrementalDetokenizer
-from specpaged.verification.base import get_verifier
+from specpaged.verification import get_verifier
 from tests import toys
 
 PROMPTS = ["speculative deco", "lazy dog jumps over the", "the quick brown fox"]
@@ -376,6 +376,6 @@ def test_a_row_that_allows_nothing_fails_its_request_only_if_the_row_counts():
         return verifier.verify(table[[3, *drafts]], DraftOutput([drafts], [None]), batch)
 
     counts = verify([first, second], [open_, open_, shut])
-    assert (counts.failed, counts.token_ids) == ([True], [[]])
+    assert (counts.failed, counts.token_ids) == ([True], [[first, second]])
     behind_a_rejection = verify([first, wrong], [open_, open_, shut])
     assert (behind_a_rejection.failed, behind_a_rejection.token_ids) == ([False], [[first, second]])

@@ -15,6 +15,8 @@ CONTROL_PLANE = [
     "specpaged.sequence",
     "specpaged.request",
     "specpaged.outputs",
+    "specpaged.metrics",
+    "specpaged.stopping",
     "specpaged.sampling_params",
     "specpaged.scheduling.continuous",
     "specpaged.paging.block_allocator",

@@ -36,6 +36,10 @@ def paged_attention_hook(
     **_: object,
 ) -> tuple[Tensor, None]:
     """Returns [1, N, Hq, D], as transformers' attention functions do."""
+    if attention_mask is not None:
+        raise ValueError("it makes an attention mask of its own, beyond causality and windows")
+    if not getattr(module, "is_causal", True):
+        raise ValueError("its attention is not causal")
     return paged_pass.attend(module.layer_idx, query, key, value, scaling, sliding_window, softcap, s_aux), None
 
 

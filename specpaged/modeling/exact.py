@@ -13,20 +13,23 @@ from torch import Tensor, nn
 from specpaged.modeling.linear import FastLinear, LinearScheme, RowExactLinear
 from specpaged.modeling.numerics import InexactError, choose_linear_scheme, choose_stock_scheme
 
-# Element-wise kernels treat what is left after whole pairs of vectors (32 floats at most) with scalar code, which can
-# differ in the last bit. At ELEMENTWISE_GRAIN elements they split them evenly over threads.
-VECTOR_PAIR = 32
-ELEMENTWISE_GRAIN = 32768
+# Element-wise kernels treat what is left after whole pairs of vectors (of 64 bytes at most, AVX-512's) with scalar
+# code, which can differ in the last bit.
+VECTOR_PAIR_BYTES = 128
+# Above this many elements they are split evenly over threads, wherever that cuts a pair: GELU's threshold in ATen's
+# Activation.cpp (GELU_MIN_ELEMENTS_FOR_MULTI_THREADING), the lowest; others' is at::internal::GRAIN_SIZE, 32768.
+ELEMENTWISE_GRAIN = 16384
+ACTIVATION_MODULES = ("torch.nn.modules.activation", "transformers.activations")
 
 
-def elementwise_unit(num_threads: int) -> int:
+def elementwise_unit(num_threads: int, dtype: torch.dtype) -> int:
     """Elements in a tensor must be a multiple of this for element-wise results not to depend on their place in it."""
-    return VECTOR_PAIR * min(num_threads, 2)
+    return VECTOR_PAIR_BYTES // dtype.itemsize * min(num_threads, 2)
 
 
-def aligned_multiple(multiple: int, inner_sizes: set[int], num_threads: int) -> int:
+def aligned_multiple(multiple: int, inner_sizes: set[int], num_threads: int, dtype: torch.dtype) -> int:
     """The smallest multiple of `multiple` rows that leaves no tail at any of the inner sizes."""
-    unit = elementwise_unit(num_threads)
+    unit = elementwise_unit(num_threads, dtype)
     return math.lcm(multiple, *(unit // math.gcd(unit, size) for size in inner_sizes))
 
 
@@ -50,11 +53,17 @@ class RowExactExperts(nn.Module):
         schemes = [self.gate_up[0].scheme, self.down[0].scheme]
         inner = self.down[0].in_features
         self._multiple = aligned_multiple(
-            math.lcm(*(max(s.row_multiple, s.min_rows) for s in schemes)), {inner}, num_threads
+            math.lcm(*(max(s.row_multiple, s.min_rows) for s in schemes)), {inner}, num_threads, self.down[0].dtype
         )
         limit = min(s.max_rows for s in schemes if s.max_rows > 1) if any(s.max_rows > 1 for s in schemes) else 256
-        if num_threads > 2:
-            limit = min(limit, (ELEMENTWISE_GRAIN - 1) // inner)
+        # An activation that is no module (GPT-OSS's) is not run in pieces: the rows must be so few that it is whole.
+        if num_threads > 2 and not any(isinstance(part, ElementwisePieces) for part in experts.modules()):
+            limit = min(limit, ELEMENTWISE_GRAIN // inner)
+            if limit < self._multiple:
+                raise InexactError(
+                    f"numerics='exact' is not possible for {type(experts).__name__} of inner size {inner} with "
+                    f"{num_threads} threads: its activation is split over them; use at most 2 threads"
+                )
         self._max = max(self._multiple, limit // self._multiple * self._multiple)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -108,20 +117,19 @@ class RowwiseModule(nn.Module):
 
 
 class ElementwisePieces(nn.Module):
-    """An activation applied to so few elements at a time that no kernel splits them over threads."""
+    """An activation applied to so few elements at a time that no kernel splits them over threads.
 
-    def __init__(self, inner: nn.Module, multiple: int):
+    Always to contiguous ones: a strided tensor (half of a fused projection) has a tail in every row.
+    """
+
+    def __init__(self, inner: nn.Module):
         super().__init__()
         self.inner = inner
-        self.multiple = multiple
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., H] -> [..., H]"""
-        if x.numel() < ELEMENTWISE_GRAIN:
-            return self.inner(x)
-        flat = x.reshape(-1, x.shape[-1])
-        rows = max(self.multiple, (ELEMENTWISE_GRAIN - 1) // x.shape[-1] // self.multiple * self.multiple)
-        return torch.cat([self.inner(piece) for piece in flat.split(rows)]).view(x.shape)
+        pieces = [self.inner(piece) for piece in x.reshape(-1).split(ELEMENTWISE_GRAIN)]
+        return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).view(x.shape)
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -129,20 +137,46 @@ def is_experts(module: nn.Module) -> bool:
     return hasattr(module, "is_transposed") and hasattr(module, "gate_up_proj") and hasattr(module, "_apply_gate")
 
 
-def is_router(module: nn.Module) -> bool:
-    """By its name: it is a row-wise function with one matrix."""
-    return any(word in type(module).__name__.lower() for word in ("router", "gate"))
+def find_routers(model: nn.Module) -> set[str]:
+    """Paths of the modules beside experts that have one matrix of their own, with a row per expert."""
+    routers = set()
+    for path, block in model.named_modules():
+        num_experts = {len(child.gate_up_proj) for child in block.children() if is_experts(child)}
+        for name, child in block.named_children():
+            own = [p for p in child.parameters(recurse=False) if p.dim() >= 2]
+            if not is_experts(child) and len(own) == 1 and own[0].dim() == 2 and len(own[0]) in num_experts:
+                routers.add(f"{path}.{name}" if path else name)
+    return routers
 
 
-def make_exact(model: nn.Module, inner_sizes: set[int]) -> tuple[int, str]:
+def is_activation(module: nn.Module) -> bool:
+    """Whether the module is an element-wise function of torch's or transformers', by trial: it has no parameters, and
+    shuffled elements give shuffled results."""
+    if type(module).__module__ not in ACTIVATION_MODULES or any(p.numel() > 1 for p in module.parameters()):
+        return False
+    x = torch.linspace(-3, 3, 24, dtype=torch.float64).view(4, 6)
+    shuffled = torch.randperm(24, generator=torch.Generator().manual_seed(0))
+    try:
+        return torch.allclose(module(x).flatten()[shuffled], module(x.flatten()[shuffled].view(4, 6)).flatten())
+    except (RuntimeError, TypeError, IndexError):  # another shape or other arguments: no function of elements
+        return False
+
+
+def make_exact(model: nn.Module, inner_sizes: set[int], dtype: torch.dtype) -> tuple[int, str]:
     """Replaces the matrix products of `model` by exact ones.
 
-    `inner_sizes` are the last dimensions on which element-wise functions run. Returns the row multiple of a pass and
-    what was chosen, in words. Raises InexactError.
+    `inner_sizes` are the last dimensions on which element-wise functions run, in `dtype` or wider.
+    Returns the row multiple of a pass and what was chosen, in words. Raises InexactError.
     """
     num_threads = torch.get_num_threads()
     chosen: dict[str, set[str]] = defaultdict(set)
     multiples = [2]
+    routers = find_routers(model)
+    # Two threads halve what they split, and that is aligned; a third has pieces of any size.
+    if num_threads > 2:
+        for path, module in list(model.named_modules()):
+            if is_activation(module):
+                replace_module(model, path, ElementwisePieces(module))
     for path, module in list(model.named_modules()):
         own = {name: p for name, p in module.named_parameters(recurse=False) if p.dim() >= 2}
         if not own or isinstance(module, nn.Embedding):
@@ -155,7 +189,7 @@ def make_exact(model: nn.Module, inner_sizes: set[int]) -> tuple[int, str]:
         elif is_experts(module):
             new = RowExactExperts(module, num_threads)
             schemes = [(x[0].scheme, (x[0].out_features, x[0].in_features)) for x in (new.gate_up, new.down)]
-        elif is_router(module) and len(own) == 1:
+        elif path in routers:
             (weight,) = own.values()
             scheme = _router_scheme(weight)
             new = RowwiseModule(module, scheme)
@@ -170,11 +204,7 @@ def make_exact(model: nn.Module, inner_sizes: set[int]) -> tuple[int, str]:
             if not is_experts(module):
                 multiples.append(scheme.row_multiple)
         replace_module(model, path, new)
-    multiple = aligned_multiple(math.lcm(*multiples), inner_sizes, num_threads)
-    if num_threads > 2:
-        for path, module in list(model.named_modules()):
-            if path.endswith("act_fn"):
-                replace_module(model, path, ElementwisePieces(module, multiple))
+    multiple = aligned_multiple(math.lcm(*multiples), inner_sizes, num_threads, dtype)
     parts = [f"{name} ({', '.join(sorted(shapes, key=_numeric))})" for name, shapes in sorted(chosen.items())]
     return multiple, "linears " + ", ".join(parts)
 

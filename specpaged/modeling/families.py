@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
+# What a packed pass hands to a model's forward; a model that takes them as unknown keywords ignores them.
+FORWARD_ARGUMENTS = ("position_ids", "logits_to_keep")
 
 
 def check_config(config: PreTrainedConfig, model: str) -> None:
@@ -48,19 +51,67 @@ class _Recorder:
 
     def __init__(self) -> None:
         self.calls: list[tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = []
+        self.windows: list[int | None] = []
 
-    def attend(self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, *_: object) -> Tensor:
+    def attend(
+        self,
+        layer_idx: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float | None,
+        window: int | None = None,
+        *_: object,
+    ) -> Tensor:
         self.calls.append((layer_idx, tuple(query.shape), tuple(key.shape), tuple(value.shape)))
+        self.windows.append(window)
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
 
 
+def _config_window(config: PreTrainedConfig, layer_idx: int) -> int | None:
+    """The sliding window that transformers' masks give to the layer."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds and kinds[layer_idx] != "sliding_attention":
+        return None
+    # transformers' configs turn use_sliding_window and max_window_layers into layer_types; without those, one window
+    # is every layer's.
+    if not kinds and not getattr(config, "use_sliding_window", True):
+        return None
+    return getattr(config, "sliding_window", None)
+
+
+def check_windows(windows: list[int | None], config: PreTrainedConfig, max_model_len: int) -> None:
+    """Raises ValueError where a layer hands another window to the hook than its config says.
+
+    Some models have windows in their masks alone, which the hook never sees.
+    """
+    for layer_idx, window in enumerate(windows):
+        expected = _config_window(config, layer_idx)
+        # A window that no sequence outgrows is none.
+        if (window or max_model_len) >= max_model_len and (expected or max_model_len) >= max_model_len:
+            continue
+        if window != expected:
+            raise ValueError(
+                f"layer {layer_idx} hands sliding_window={window} to its attention, and the config says {expected} "
+                "(sliding_window, layer_types)"
+            )
+
+
 @torch.inference_mode()
-def find_layers(module: nn.Module, model: str) -> list[LayerGeometry]:
+def find_layers(module: nn.Module, model: str, max_model_len: int) -> list[LayerGeometry]:
     """Runs two tokens and returns what reaches the hook.
 
-    Raises ValueError, by name, where a layer's attention does not go through the hook exactly once and in order.
+    Raises ValueError, by name, where a layer's attention does not go through the hook exactly once and in order, or
+    with another window than the config's.
     """
     name = type(module).__name__
+    missing = [
+        argument for argument in FORWARD_ARGUMENTS if argument not in inspect.signature(module.forward).parameters
+    ]
+    if missing:
+        raise ValueError(
+            f"model {model!r} ({name}) is not supported: its forward has no argument {' and no '.join(missing)}"
+        )
     recorder = _Recorder()
     num_layers = module.config.get_text_config().num_hidden_layers
     tokens = torch.zeros(1, 2, dtype=torch.int64, device=module.device)
@@ -85,4 +136,8 @@ def find_layers(module: nn.Module, model: str) -> list[LayerGeometry]:
                 f"{value}, and needs [1, heads, tokens, head_dim] with one head_dim"
             )
         layers.append(LayerGeometry(query[1], key[1], key[3]))
+    try:
+        check_windows(recorder.windows, module.config.get_text_config(), max_model_len)
+    except ValueError as error:
+        raise ValueError(f"model {model!r} ({name}) is not supported: {error}") from None
     return layers

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from specpaged.modeling.numerics import AttentionScheme
@@ -27,10 +27,21 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
     kv_spec: KVSpec
     num_parameters: int
-    weight_bytes: int
+    weight_bytes: int  # held in memory: see held_bytes
     numerics_scheme: str
 
     attention_scheme: AttentionScheme = field(repr=False)
     exact: bool = True
     row_multiple: int = 1  # rows of a pass, and of its logits, are filled up to it
     num_threads: int = 1  # that the schemes were chosen for
+
+
+def held_bytes(module: nn.Module) -> int:
+    """Of parameters, buffers and the copies that our linears keep in their kernels' layouts; what modules share counts
+    once."""
+    held = {}
+    for part in module.modules():
+        own = (tensor for tensor in vars(part).values() if isinstance(tensor, Tensor))
+        for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False), *own):
+            held[id(tensor)] = tensor.numel() * tensor.element_size()
+    return sum(held.values())

@@ -23,7 +23,7 @@ from specpaged.modeling.attention import HOOK
 from specpaged.modeling.checkpoint import check_local_checkpoint
 from specpaged.modeling.exact import make_exact, make_fast
 from specpaged.modeling.families import check_config, find_layers
-from specpaged.modeling.loaded_model import LoadedModel
+from specpaged.modeling.loaded_model import LoadedModel, held_bytes
 from specpaged.modeling.norm import fuse_norms
 from specpaged.modeling.numerics import InexactError, choose_attention_scheme, fast_attention_scheme
 from specpaged.modeling.rope import freeze_rope
@@ -65,9 +65,8 @@ def load_model(
         module = module.float()
     # Never .to(dtype): it would round RoPE's frequencies.
     module = module.to(device).eval().requires_grad_(False)
-    layers = find_layers(module, model)
+    layers = find_layers(module, model, max_model_len)
     freeze_rope(module, max_model_len)
-    parameters = list(module.parameters())
     geometries = {(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in layers}
     group = max(hq // hkv for hq, hkv, _ in geometries)
     loaded = LoadedModel(
@@ -81,8 +80,8 @@ def load_model(
         max_model_len=max_model_len,
         eos_token_ids=_eos_token_ids(module, text_config),
         kv_spec=KVSpec(tuple((layer.num_kv_heads, layer.head_dim) for layer in layers)),
-        num_parameters=sum(p.numel() for p in parameters),
-        weight_bytes=sum(p.numel() * p.element_size() for p in parameters),
+        num_parameters=sum(p.numel() for p in module.parameters()),
+        weight_bytes=0,  # counted below, once every layer has the form that it keeps
         numerics_scheme="fast: the quickest kernel for each layer and row count; rows depend on their batch",
         attention_scheme=fast_attention_scheme(module.dtype, device, group),
         exact=numerics == "exact",
@@ -93,6 +92,7 @@ def load_model(
         _make_exact(loaded, geometries)
     else:
         make_fast(module)
+    loaded.weight_bytes = held_bytes(module)
     check_against_eager(loaded)
     if loaded.exact:
         check_rows(loaded)
@@ -112,7 +112,7 @@ def _make_exact(loaded: LoadedModel, geometries: set[tuple[int, int, int]]) -> N
         if name.endswith("inv_freq"):
             inner_sizes.add(buffer.shape[-1])
     try:
-        loaded.row_multiple, linears = make_exact(loaded.module, inner_sizes)
+        loaded.row_multiple, linears = make_exact(loaded.module, inner_sizes, loaded.dtype)
         loaded.attention_scheme = choose_attention_scheme(geometries, loaded.dtype, loaded.device)
     except InexactError as error:
         raise InexactError(f"model {loaded.name!r} ({loaded.architecture}): {error}") from None

@@ -16,38 +16,8 @@ from torch import Tensor
 from specpaged.modeling.attention_torch import CHUNK, attend_chunked, attend_sdpa
 from specpaged.modeling.linear import SMALL_WEIGHT, LinearScheme, RowExactLinear, can_pack
 
-PROBE_ROWS = (
-    1,
-    2,
-    3,
-    4,
-    5,
-    6,
-    7,
-    8,
-    9,
-    11,
-    12,
-    13,
-    15,
-    16,
-    17,
-    20,
-    24,
-    28,
-    31,
-    32,
-    33,
-    36,
-    40,
-    48,
-    56,
-    64,
-    65,
-    80,
-    96,
-)
-PROBE_ROWS += (128, 160, 192, 256)
+PROBE_ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 13, 15, 16, 17, 20, 24, 28, 31, 32, 33, 36, 40, 48, 56, 64, 65, 80, 96,
+              128, 160, 192, 256)  # fmt: skip
 MIN_PROBED_ROWS = 16  # whatever a row costs, this many are tried
 PROBE_MACS = 2**33  # multiply-adds that the probe of one candidate may cost, beyond MIN_PROBED_ROWS
 PROBE_WEIGHT = 2**26  # a wider layer is probed at the width that has this many weights

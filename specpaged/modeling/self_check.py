@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -13,6 +16,10 @@ from specpaged.modeling.numerics import InexactError
 from specpaged.paging.kv_cache import PagedKVCache
 
 BLOCK_SIZE = 4
+# Differences relative to the logits' size. Rounding in half precision adds up like a random walk over the layers: toys
+# differ by 0.02 at most with 2 layers, mixtures by 0.08 with 32.
+FLOAT32_TOLERANCE = 1e-3
+HALF_TOLERANCE_PER_LAYER = 0.035
 
 
 def _runner(model: LoadedModel, num_blocks: int) -> ModelRunner:
@@ -28,28 +35,49 @@ def _tokens(model: LoadedModel, count: int) -> list[int]:
     return [(7 + 31 * i) % model.vocab_size for i in range(count)]
 
 
+@contextmanager
+def _refusing(model: LoadedModel) -> Iterator[None]:
+    """Whatever the model's own code raises becomes a ValueError that names the model."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(
+            f"model {model.name!r} ({model.architecture}) is not supported: its forward fails on paged KV "
+            f"({type(error).__name__}: {error})"
+        ) from error
+
+
 @torch.inference_mode()
 def check_against_eager(model: LoadedModel) -> None:
-    """Compares packed attention with transformers' eager attention. Raises ValueError.
+    """Compares packed attention, in a prefill and past it, with transformers' eager attention. Raises ValueError.
 
-    Catches what an architecture does around attention that the hook never sees: biases, other masks.
+    Catches what an architecture does around attention that the hook never sees: biases, other masks, other positions.
     """
-    length = min(6, model.max_model_len)
+    length = min(12, model.max_model_len)
+    context = length // 3
     tokens = _tokens(model, length)
-    ours = _run(_runner(model, 2), RaggedRow(tokens, 0, [2, 1], length))
-    model.module.set_attn_implementation("eager")
-    try:
-        ids = torch.tensor([tokens], device=model.device)
-        eager = model.module(input_ids=ids, use_cache=False).logits[0].float()
-    finally:
-        model.module.set_attn_implementation(HOOK)
-    # In half precision a router may pick another expert for a last bit's sake: only gross differences count.
-    tolerance = 1e-3 if model.dtype == torch.float32 else 0.5
-    difference = float((ours - eager).norm() / eager.norm().clamp(min=1e-6))
+    with _refusing(model):
+        runner = _runner(model, 3)
+        parts = [_run(runner, RaggedRow(tokens[:context], 0, [2, 1, 3], context))] if context else []
+        parts.append(_run(runner, RaggedRow(tokens[context:], context, [2, 1, 3], length - context)))
+        model.module.set_attn_implementation("eager")
+        try:
+            ids = torch.tensor([tokens], device=model.device)
+            eager = model.module(input_ids=ids, use_cache=False).logits[0].float()
+        finally:
+            model.module.set_attn_implementation(HOOK)
+    apart = torch.cat(parts) - eager
+    if model.dtype == torch.float32:
+        tolerance = FLOAT32_TOLERANCE
+        difference = float(apart.norm() / eager.norm().clamp(min=1e-6))
+    else:
+        # A router may pick another expert for a last bit's sake, in a few rows; what is wrong is wrong in most.
+        tolerance = HALF_TOLERANCE_PER_LAYER * len(model.kv_spec.layers) ** 0.5
+        difference = float((apart.norm(dim=1) / eager.norm(dim=1).clamp(min=1e-6)).median())
     if not difference <= tolerance:
         raise ValueError(
             f"model {model.name!r} ({model.architecture}) is not supported: its logits on paged KV differ from those "
-            f"of transformers' eager attention by {difference:.3g} of their size"
+            f"of transformers' eager attention by {difference:.3g} of their size, and {tolerance:.3g} is allowed"
         )
 
 
@@ -62,17 +90,18 @@ def check_rows(model: LoadedModel) -> None:
     tokens = _tokens(model, prompt + verify)
     num_blocks = -(-len(tokens) // BLOCK_SIZE)
     blocks, shuffled = list(range(1, num_blocks + 1)), list(range(2 * num_blocks, num_blocks, -1))
-    runner = _runner(model, 2 * num_blocks)
-    _run(runner, RaggedRow(tokens[:prompt], 0, blocks, 0))
-    decoded = [_run(runner, RaggedRow(tokens[i : i + 1], i, blocks, 1)) for i in range(prompt, len(tokens))]
-    # The mate is the same sequence one token further behind, in other blocks.
-    _run(runner, RaggedRow(tokens[: prompt - 1], 0, shuffled, 0))
-    verified = _run(
-        runner,
-        RaggedRow(tokens[prompt - 1 : prompt], prompt - 1, shuffled, 1),
-        RaggedRow(tokens[prompt:], prompt, blocks, verify),
-    )[1:]
-    prefilled = _run(_runner(model, num_blocks), RaggedRow(tokens, 0, blocks[::-1], verify))
+    with _refusing(model):
+        runner = _runner(model, 2 * num_blocks)
+        _run(runner, RaggedRow(tokens[:prompt], 0, blocks, 0))
+        decoded = [_run(runner, RaggedRow(tokens[i : i + 1], i, blocks, 1)) for i in range(prompt, len(tokens))]
+        # The mate is the same sequence one token further behind, in other blocks.
+        _run(runner, RaggedRow(tokens[: prompt - 1], 0, shuffled, 0))
+        verified = _run(
+            runner,
+            RaggedRow(tokens[prompt - 1 : prompt], prompt - 1, shuffled, 1),
+            RaggedRow(tokens[prompt:], prompt, blocks, verify),
+        )[1:]
+        prefilled = _run(_runner(model, num_blocks), RaggedRow(tokens, 0, blocks[::-1], verify))
     for other, what in ((verified, "a verify beside a mate"), (prefilled, "a prefill")):
         if not torch.equal(torch.cat(decoded), other):
             raise InexactError(

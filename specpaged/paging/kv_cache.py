@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specpaged.paging.block_allocator import NULL_BLOCK, check_positive
+from specpaged.paging.block_allocator import NULL_BLOCK, IntegrityError, check_positive
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,15 @@ class PagedKVCache:
             blocks = layer.view(self.num_blocks + 1, self.block_size, *layer.shape[1:])
             blocks[destination_idx] = blocks[source_idx]
         return len(pairs) * self.block_size * self.bytes_per_token
+
+    def check_integrity(self) -> None:
+        """The null block is zeros in every layer, and no layer has been replaced by one of another shape."""
+        for layer, (num_kv_heads, head_dim) in zip(self.layers, self.kv_spec.layers, strict=True):
+            expected = ((self.num_blocks + 1) * self.block_size, 2, num_kv_heads, head_dim)
+            if tuple(layer.shape) != expected:
+                raise IntegrityError(f"a layer has shape {tuple(layer.shape)}; allowed: {expected}")
+            if layer[: self.block_size].any():  # NaN is not zero either
+                raise IntegrityError("the null block was written to")
 
     def fill_unowned(self, owned_slots: Iterable[int], value: float = math.nan) -> None:
         """Test helper: overwrite every slot that is neither in the null block nor in owned_slots.

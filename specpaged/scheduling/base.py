@@ -19,11 +19,7 @@ class ScheduledSequence:
     context_len: int
     num_new_tokens: int
     num_draft_tokens: int
-
-    @property
-    def samples(self) -> bool:
-        """Whether the step reaches the last known token, so that its logits give a new one."""
-        return self.context_len + self.num_new_tokens == self.sequence.num_tokens
+    samples: bool  # the step reaches the last known token, whose logits give a new one
 
 
 @dataclass(frozen=True, slots=True)

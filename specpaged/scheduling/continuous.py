@@ -19,7 +19,8 @@ class ContinuousScheduler:
     A step is put together in three passes. Running sequences first: each needs KV slots for its known tokens,
     and when the pool is out of blocks the youngest running sequence gives all of its back and waits at the
     front of the queue, to be recomputed later. Then waiting ones are admitted while sequences, token budget
-    and free blocks allow. Drafts come last and take only what is left: speculation never preempts anybody.
+    and free blocks allow. Drafts come last and take only blocks that are left: speculation never preempts
+    anybody. Of the token budget they may keep half from a prefill, so that neither starves the other.
     """
 
     def __init__(
@@ -69,12 +70,11 @@ class ContinuousScheduler:
         num_new_tokens: dict[Sequence, int] = {}
         forks: list[tuple[int, int]] = []
         num_preemptions = self.num_preemptions
-        lookahead = self._num_drafts(min(self.max_num_seqs, len(self)))
-
-        # A prefill leaves room for one token and the drafts of everybody who decodes.
+        # A prefill leaves room for one token of everybody who decodes, and for drafts.
         decoding = [s for s in self.running if self._num_missing(s) == 1]
-        rows = sum(1 + min(lookahead, s.max_draft_tokens) for s in decoding)
-        prefill_budget = max(1, self.max_num_batched_tokens - rows)
+        k = self._num_draft_tokens(min(self.max_num_seqs, len(self)))
+        budget = self.max_num_batched_tokens - len(decoding)
+        prefill_budget = max(1, budget - min(budget // 2, sum(min(k, s.max_draft_tokens) for s in decoding)))
 
         for sequence in list(self.running):
             if sequence.status is not SequenceStatus.RUNNING:
@@ -165,31 +165,35 @@ class ContinuousScheduler:
             return False
         if blocks:
             table.adopt(blocks, len(blocks) * self.block_size)
-            sequence.metrics.cached_prompt_tokens = len(blocks) * self.block_size
+            if not sequence.metrics.preemptions:  # afterwards it finds its own blocks, output among them
+                sequence.metrics.cached_prompt_tokens = len(blocks) * self.block_size
         return True
 
     def _fits(self, num_tokens: int, num_shared_blocks: int) -> bool:
         return -(-num_tokens // self.block_size) - num_shared_blocks <= self.allocator.num_free
 
-    def _num_drafts(self, batch_size: int) -> int:
-        return self.speculative_config.num_drafts(batch_size) if self.speculative_config else 0
+    def _num_draft_tokens(self, batch_size: int) -> int:
+        return self.speculative_config.num_draft_tokens(batch_size) if self.speculative_config else 0
 
     def _with_drafts(self, num_new_tokens: dict[Sequence, int]) -> tuple[ScheduledSequence, ...]:
         budget = self.max_num_batched_tokens - sum(num_new_tokens.values())
-        num_drafts = self._num_drafts(len(num_new_tokens))
+        num_draft_tokens = self._num_draft_tokens(len(num_new_tokens))
         entries = []
         for sequence, count in num_new_tokens.items():
             table = sequence.page_table
             context_len = table.context_lens[TARGET]
             k = 0
-            if context_len + count == sequence.num_tokens:
-                k = max(0, min(num_drafts, sequence.max_draft_tokens, self._num_useful_drafts(sequence), budget))
+            samples = context_len + count == sequence.num_tokens
+            if samples:
+                k = max(
+                    0, min(num_draft_tokens, sequence.max_draft_tokens, self._num_useful_draft_tokens(sequence), budget)
+                )
                 k = self._reserve_drafts(table, sequence.num_tokens, k)
             budget -= k
-            entries.append(ScheduledSequence(sequence, context_len, count, k))
+            entries.append(ScheduledSequence(sequence, context_len, count, k, samples))
         return tuple(entries)
 
-    def _num_useful_drafts(self, sequence: Sequence) -> int:
+    def _num_useful_draft_tokens(self, sequence: Sequence) -> int:
         """Drafts that could still be emitted, one token of the round being the target's own."""
         room = self.max_model_len - sequence.num_tokens
         if sequence.params.max_tokens is not None:

@@ -16,7 +16,7 @@ Workers = Annotated[int, typer.Option(min=1, help="Threads, one per core that ma
 
 
 @app.command()
-def target(out: Out, work: Work, minutes: float = 75, workers: Workers = 2) -> None:
+def target(out: Out, work: Work, minutes: float = 85, workers: Workers = 2) -> None:
     """Train (or resume) the target for MINUTES of training time and write `OUT/target`."""
     from specpaged.training.export import export
     from specpaged.training.target import train_target
@@ -33,8 +33,8 @@ def target(out: Out, work: Work, minutes: float = 75, workers: Workers = 2) -> N
 def draft(
     out: Out,
     work: Work,
-    minutes: float = 15,
-    batches: int = 120,
+    minutes: float = 20,
+    batches: int = 140,
     workers: Workers = 2,
     start: Annotated[Path | None, typer.Option(help="Exported draft to go on from, instead of a fresh one.")] = None,
 ) -> None:
@@ -86,7 +86,7 @@ def prompts(out: Out, work: Work, count: int = 64) -> None:
 
 
 @app.command("all")
-def run_all(out: Out, work: Work, minutes: float = 75, draft_minutes: float = 15, workers: Workers = 2) -> None:
+def run_all(out: Out, work: Work, minutes: float = 85, draft_minutes: float = 20, workers: Workers = 2) -> None:
     """Everything in turn; start it again after an interruption and it resumes."""
     target(out, work, minutes, workers)
     draft(out, work, draft_minutes, workers=workers)

@@ -106,8 +106,8 @@ def distillation_loss(draft, batch: Continuations) -> Tensor:
     """Cross-entropy to the target's TOP probabilities, plus ARGMAX_WEIGHT x that to its most likely token."""
     new_tokens = batch.top_ids.shape[1]
     logits = draft(input_ids=batch.rows[:, :-1], use_cache=False, logits_to_keep=new_tokens).logits
-    log_q = logits.log_softmax(-1).gather(-1, batch.top_ids)
-    losses = -((batch.top_probs * log_q).sum(-1) + ARGMAX_WEIGHT * log_q[..., 0])
+    log_draft = logits.log_softmax(-1).gather(-1, batch.top_ids)
+    losses = -((batch.top_probs * log_draft).sum(-1) + ARGMAX_WEIGHT * log_draft[..., 0])
     counts = torch.arange(new_tokens) < batch.fresh[:, None]
     return (losses * counts).sum() / counts.sum()
 

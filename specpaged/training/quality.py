@@ -75,10 +75,10 @@ class Acceptance:
     """Greedy acceptance of a pair over outputs that do not end in a cycle, and over all of them."""
 
     prompts: int
-    accepted_share: float
-    accepted_share_all: float
+    acceptance_rate: float
+    acceptance_rate_all: float
     cycling_share: float
-    tokens_per_round: float
+    mean_acceptance_length: float
 
 
 def held_out_prompts(documents: dict[str, list[int]], count: int, length: int = PROMPT_TOKENS, seed: int = 0) -> Tensor:
@@ -106,7 +106,7 @@ def measure_acceptance(target, draft, prompts: Tensor, eos: int, rows: int = 64)
     accepted, drafted = counts[~cycling].sum(0)
     accepted_all, drafted_all = counts.sum(0)
     return Acceptance(
-        prompts=len(cycling), accepted_share=float(accepted / drafted),
-        accepted_share_all=float(accepted_all / drafted_all), cycling_share=float(cycling.mean()),
-        tokens_per_round=float(K * accepted / drafted + 1),
+        prompts=len(cycling), acceptance_rate=float(accepted / drafted),
+        acceptance_rate_all=float(accepted_all / drafted_all), cycling_share=float(cycling.mean()),
+        mean_acceptance_length=float(K * accepted / drafted + 1),
     )  # fmt: skip

@@ -35,7 +35,7 @@ def make_model(tokenizer, seed: int = 0, intermediate_size: int = 512, **shape: 
     eos = tokenizer.eos_token_id
     config = Qwen3Config(
         vocab_size=len(tokenizer), head_dim=32, intermediate_size=intermediate_size, tie_word_embeddings=True,
-        max_position_embeddings=2048, rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        max_position_embeddings=1024, rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         bos_token_id=None, eos_token_id=eos, pad_token_id=eos, attn_implementation="sdpa", **shape,
     )  # fmt: skip
     return Qwen3ForCausalLM(config).float()

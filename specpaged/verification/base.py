@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 class VerifyOutput:
     """What each sequence of the batch gains from one step."""
 
-    token_ids: list[list[int]]  # output = accepted + bonus; [] where failed
+    token_ids: list[list[int]]  # output = accepted + bonus; the accepted alone where failed
     num_accepted: list[int]
-    failed: list[bool]  # NaN, or no token allowed, in a row that counts
+    failed: list[bool]  # NaN, or no token allowed, in the row behind the accepted ones
     logprobs: list[list[TokenLogprobs] | None]  # of raw logits, one per output token, where asked for
 
 
@@ -33,22 +33,6 @@ class Verifier(Protocol):
     def verify(self, logits: Tensor, draft: DraftOutput, sampling: SamplingBatch) -> VerifyOutput:
         """Verify `logits` [M, V] fp32: len(draft.token_ids[i]) + 1 rows of sequence i, in order."""
         ...
-
-
-def get_verifier(name: str) -> Verifier:
-    """The verifier of that name.
-
-    Raises:
-        ValueError: naming the verifiers that there are.
-    """
-    from specpaged.verification.coupled import CoupledVerifier
-    from specpaged.verification.rejection import RejectionVerifier
-
-    if name in ("greedy", "coupled"):
-        return CoupledVerifier(name)
-    if name == "rejection":
-        return RejectionVerifier()
-    raise ValueError(f"verification={name!r} is unknown; allowed: 'greedy', 'coupled', 'rejection'")
 
 
 def verify_rows(drafts: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:

@@ -20,8 +20,8 @@ def accept_matching(
         output    5 6 2        4    3            token ids: the drafts accepted, then the bonus
         accepted  2            0    0
 
-    Returns the output token ids, the number of accepted drafts, and whether a row that counts was not ok (then the
-    output is empty).
+    Returns the output token ids, the number of accepted drafts, and whether the row behind them was not ok (then the
+    output ends with them: plain decoding would have come as far, and may have stopped there).
     """
     token_ids: list[list[int]] = []
     num_accepted: list[int] = []
@@ -33,8 +33,8 @@ def accept_matching(
             accepted += 1
         # Rows start .. start + accepted - 1 are ok: each of them matched.
         bad = not ok[start + accepted]
-        token_ids.append([] if bad else list(sampled[start : start + accepted + 1]))
-        num_accepted.append(0 if bad else accepted)
+        token_ids.append(list(sampled[start : start + accepted + (not bad)]))
+        num_accepted.append(accepted)
         failed.append(bad)
         start += len(draft) + 1
     return token_ids, num_accepted, failed

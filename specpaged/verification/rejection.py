@@ -57,8 +57,8 @@ class RejectionVerifier:
                 part = slice(first, first + len(drafts[i]))
                 accepted = _num_accepted(sampling, i, target_chances[part], draft_chances[part], ok[row:])
                 failed[i] = not ok[row + accepted]
-                num_accepted[i] = 0 if failed[i] else accepted
-                token_ids[i] = [] if failed[i] else [*drafts[i][:accepted], sampled[row + accepted]]
+                num_accepted[i] = accepted
+                token_ids[i] = drafts[i][:accepted] if failed[i] else [*drafts[i][:accepted], sampled[row + accepted]]
                 if accepted < len(drafts[i]) and not failed[i]:
                     rejected.append((i, first + accepted))
             if rejected:

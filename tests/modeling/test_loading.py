@@ -7,6 +7,8 @@ import pytest
 import torch
 import transformers
 
+from specpaged.modeling.linear import FastLinear
+from specpaged.modeling.loaded_model import held_bytes
 from specpaged.modeling.loading import load_model
 from tests.modeling.families import VOCAB, save_toy
 from tests.modeling.world import World, random_tokens
@@ -21,9 +23,23 @@ def test_facts_of_a_loaded_model(toy_path, toy_model):
     assert model.kv_spec.layers == ((2, 32), (2, 32))
     reference = transformers.AutoModelForCausalLM.from_pretrained(toy_path("qwen3"))
     assert model.num_parameters == reference.num_parameters()
-    assert model.weight_bytes == 4 * model.num_parameters
     assert model.numerics_scheme.startswith("exact: linears ")
     assert toy_model("qwen3", numerics="fast").numerics_scheme.startswith("fast: ")
+
+
+@pytest.mark.parametrize("numerics", ["exact", "fast"])
+def test_weight_bytes_are_those_held_also_by_linears(numerics, toy_model):
+    """Embedding and output layer are tied, and the latter keeps its own copy."""
+    model = toy_model("qwen3", numerics=numerics)
+    frequencies = sum(buffer.nbytes for buffer in model.module.buffers())
+    assert frequencies > 0
+    assert model.weight_bytes == 4 * (model.num_parameters + VOCAB * model.hf_config.hidden_size) + frequencies
+
+
+def test_weight_bytes_of_a_linear_with_two_layouts_count_both():
+    layer = FastLinear(torch.randn(1024, 1024), torch.randn(1024))
+    copies = 1 + (layer.packed is not None)
+    assert held_bytes(torch.nn.ModuleList([layer, layer])) == 4 * (copies * 1024 * 1024 + 1024)
 
 
 def test_eos_ids_are_generation_configs_list(tmp_path):

@@ -9,14 +9,19 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
+from transformers.activations import ACT2FN
 
 from specpaged.modeling import linear, numerics
 from specpaged.modeling.attention_torch import attend_chunked, attend_sdpa
 from specpaged.modeling.exact import (
+    ELEMENTWISE_GRAIN,
     ElementwisePieces,
     RowExactExperts,
     RowwiseModule,
     aligned_multiple,
+    find_routers,
+    is_activation,
     make_exact,
 )
 from specpaged.modeling.linear import FastLinear, LinearScheme, RowExactLinear
@@ -31,6 +36,7 @@ from specpaged.modeling.numerics import (
     probe_rows,
     row_counts_that_differ,
 )
+from tests.modeling.families import save_toy
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
@@ -168,19 +174,71 @@ def test_candidates_in_their_fixed_order():
 @pytest.mark.parametrize("inner", [33, 40, 64])
 def test_element_wise_tails_are_aligned_away(name, inner):
     """At the row multiple for this inner size, a row's activation does not depend on where the tensor ends."""
-    from transformers.activations import ACT2FN
-
-    multiple = aligned_multiple(4, {inner}, 1)
+    multiple = aligned_multiple(4, {inner}, 1, torch.float32)
     x = torch.randn(multiple * 7, inner) * 3
     expected = ACT2FN[name](x)
     for rows in range(multiple, 7 * multiple, multiple):
         assert torch.equal(ACT2FN[name](x[:rows].clone()), expected[:rows])
 
 
-def test_activations_in_pieces_equal_the_whole():
-    x = torch.randn(1, 1300, 64)
-    pieces = ElementwisePieces(torch.nn.SiLU(), 4)
-    assert torch.equal(pieces(x), F.silu(x))
+def test_rows_leave_no_tail_after_pairs_of_vectors_of_their_dtype():
+    """On AVX-512 such a pair has 32 float32 or 64 bfloat16 elements."""
+    assert aligned_multiple(2, {33}, 1, torch.float32) == 32
+    assert aligned_multiple(2, {33}, 1, torch.bfloat16) == 64
+    assert aligned_multiple(2, {96}, 2, torch.bfloat16) == 4
+
+
+@pytest.fixture
+def three_threads():
+    """A number that cuts tensors at any place: what one thread computes is the reference."""
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_activations_in_pieces_on_three_threads_equal_the_whole_on_one(name, fused, three_threads):
+    """Also on half of a fused projection. GELU is split from fewer elements than the others."""
+    activation = ACT2FN[name]
+    sizes = []
+    activation.register_forward_pre_hook(lambda _, args: sizes.append(args[0].numel()))
+    for rows in (140, 500, 700, 1300):
+        x = torch.randn(1, rows, 128 if fused else 64, generator=torch.Generator().manual_seed(rows)).mul(3)[..., :64]
+        got = ElementwisePieces(activation)(x)
+        torch.set_num_threads(1)
+        expected = activation(x.contiguous())
+        torch.set_num_threads(3)
+        assert torch.equal(got, expected), rows
+        sizes.pop()
+    assert max(sizes) == ELEMENTWISE_GRAIN
+
+
+def test_activations_are_found_by_what_they_do():
+    names = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu2", "quick_gelu", "tanh", "sigmoid")
+    assert all(is_activation(ACT2FN[name]) for name in names)
+    others = (nn.Softmax(-1), nn.GLU(), nn.PReLU(6), nn.MultiheadAttention(6, 2), nn.Dropout(0.0), nn.Linear(6, 6))
+    assert not any(is_activation(module) for module in others)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "phi3", "glm4", "gemma2"])
+def test_activations_of_every_name_run_in_pieces_on_three_threads(name, toy_path, three_threads):
+    model = load_model(toy_path(name))
+    pieces = [module for module in model.module.modules() if isinstance(module, ElementwisePieces)]
+    assert len(pieces) == model.hf_config.num_hidden_layers
+
+
+class Chooser(nn.Module):
+    def __init__(self, *shape: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(*shape))
+
+
+def test_routers_are_the_matrices_beside_experts_with_a_row_for_each():
+    experts = Chooser(4, 6)
+    experts.gate_up_proj, experts.is_transposed, experts._apply_gate = nn.Parameter(torch.randn(5, 8, 6)), False, None
+    block = nn.ModuleDict({"experts": experts, "any_name": Chooser(5, 6), "gate": Chooser(7, 6)})
+    assert find_routers(nn.ModuleDict({"mlp": block, "gate": Chooser(5, 6)})) == {"mlp.any_name"}
 
 
 @pytest.mark.parametrize(("n", "k"), [(40, 64), (1024, 1024)])
@@ -219,7 +277,7 @@ def test_a_matrix_outside_a_linear_layer_is_refused_by_name():
             self.mixing = torch.nn.Parameter(torch.randn(4, 4))
 
     with pytest.raises(InexactError, match=r"block \(Odd\) multiplies by mixing"):
-        make_exact(torch.nn.ModuleDict({"block": Odd()}), set())
+        make_exact(torch.nn.ModuleDict({"block": Odd()}), set(), torch.float32)
 
 
 def test_another_thread_count_than_at_load_is_an_error(toy_model):
@@ -260,10 +318,30 @@ print(json.dumps([run(*case, sequences, drafts) for case in cases]))
 """
 
 
-def run_process(cases: list, sequences: int, drafts: int) -> list:
+PREFILL_SCRIPT = """
+import json, sys
+import torch
+from specpaged.modeling.loading import load_model
+from tests.modeling.world import World, random_tokens
+
+torch.set_num_threads(3)
+different = {}
+for name, path in json.loads(sys.argv[1]).items():
+    model = load_model(path)
+    tokens = random_tokens(980, 4)
+    world = World(model, poison=False)
+    chunks = torch.cat([world.run(("a", tokens[i : i + 98], 98))["a"] for i in range(0, 980, 98)])
+    for length in (300, 772, 844):
+        whole = World(model, poison=False).run(("a", tokens[:length], length))["a"]
+        different.setdefault(name, []).append(int((whole != chunks[:length]).any(dim=1).sum()))
+print(json.dumps(different))
+"""
+
+
+def run_script(script: str, argument: object) -> object:
     # Waiting threads sleep instead of spinning: the cores are shared.
     environment = {**os.environ, "OMP_WAIT_POLICY": "passive", "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
-    command = [sys.executable, "-c", SCRIPT, json.dumps([cases, sequences, drafts])]
+    command = [sys.executable, "-c", script, json.dumps(argument)]
     result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout.splitlines()[-1])
@@ -278,6 +356,12 @@ def test_two_processes_with_other_limits_have_the_same_scheme_and_bits(toy_path)
         ("gemma2", "bfloat16", 2),
     ]
     cases = [(toy_path(name), dtype, threads) for name, dtype, threads in cases]
-    plain = run_process(cases, 1, 0)
+    plain = run_script(SCRIPT, [cases, 1, 0])
     assert all(scheme.startswith("exact: ") for scheme, _ in plain)
-    assert run_process(cases, 32, 7) == plain
+    assert run_script(SCRIPT, [cases, 32, 7]) == plain
+
+
+def test_long_prefills_on_three_threads_have_the_bits_of_their_chunks(tmp_path):
+    """Activations of long prefills are split over threads, those of their chunks are not."""
+    paths = {name: save_toy(name, tmp_path, intermediate_size=128) for name in ("qwen3", "phi3", "glm4", "gemma2")}
+    assert run_script(PREFILL_SCRIPT, paths) == {name: [0, 0, 0] for name in paths}

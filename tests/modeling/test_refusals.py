@@ -173,19 +173,93 @@ def test_attention_that_does_not_go_through_the_hook(tmp_path):
         load_model(str(tmp_path), max_model_len=64)
 
 
-def test_position_biases_outside_the_hook(tmp_path, monkeypatch, copy):
-    """An architecture that adds to attention what the hook never sees differs from its eager self."""
+@pytest.mark.parametrize(("dtype", "slope"), [("float32", 0.01), ("bfloat16", 1.0)])
+def test_position_biases_outside_the_hook(dtype, slope, monkeypatch, copy):
+    """An architecture that adds to attention what the hook never sees differs from its eager self. In bfloat16, by
+    about a quarter."""
     from transformers.models.llama import modeling_llama
 
     eager = modeling_llama.eager_attention_forward
 
     def with_bias(module, query, key, value, attention_mask, scaling, **kwargs):
-        mask = attention_mask + torch.linspace(0, 3, key.shape[2])
+        mask = attention_mask + torch.linspace(0, slope, key.shape[2], dtype=key.dtype)
         return eager(module, query, key, value, mask, scaling, **kwargs)
 
     monkeypatch.setattr(modeling_llama, "eager_attention_forward", with_bias)
     with pytest.raises(ValueError, match=r"LlamaForCausalLM.*eager attention"):
-        load_model(str(copy))
+        load_model(str(copy), dtype=dtype)
+
+
+def test_positions_that_are_wrong_past_a_prefill(monkeypatch, copy):
+    """A model that counts positions from the start of each pass is right in a prefill alone."""
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    honest = LlamaRotaryEmbedding.forward
+
+    def from_the_start(self, x, position_ids):
+        return honest(self, x, position_ids - position_ids[:, :1])
+
+    monkeypatch.setattr(LlamaRotaryEmbedding, "forward", from_the_start)
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM.*eager attention"):
+        load_model(str(copy), numerics="fast")
+
+
+def save_model(config, directory: Path) -> str:
+    """Random weights that are far from zero: by transformers' own a wrong layer hardly shows."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() >= 2:
+                parameter.normal_(std=1.5 / parameter.shape[-1] ** 0.5)
+    model.save_pretrained(directory)
+    return str(directory)
+
+
+EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=48, shared_expert_intermediate_size=48)
+WINDOWS_IN_THE_MASK = {
+    "Qwen2Moe": dict(use_sliding_window=True, max_window_layers=2, num_experts=4, **EXPERTS),
+    "Phimoe": dict(num_local_experts=4, rope_parameters=dict(rope_type="default", rope_theta=10000.0)),
+}
+
+
+@pytest.mark.parametrize("name", WINDOWS_IN_THE_MASK)
+def test_sliding_windows_in_the_mask_alone(name, tmp_path):
+    config = getattr(transformers, f"{name}Config")(**SIZES, sliding_window=8, **WINDOWS_IN_THE_MASK[name])
+    path = save_model(config, tmp_path)
+    with pytest.raises(ValueError, match=rf"{name}ForCausalLM.*layer 0 hands sliding_window=None.*config says 8"):
+        load_model(path)
+    assert load_model(path, max_model_len=8).max_model_len == 8  # no sequence outgrows the window
+
+
+def test_forward_without_positions(tmp_path):
+    config = transformers.BartConfig(
+        vocab_size=64, d_model=32, decoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=48
+    )
+    with pytest.raises(ValueError, match=r"BartForCausalLM.*its forward has no argument position_ids"):
+        load_model(save_model(config, tmp_path), numerics="fast")
+
+
+def test_attention_mask_of_the_models_own(tmp_path):
+    with pytest.raises(ValueError, match=r"DogeForCausalLM.*attention mask of its own"):
+        load_model(save_model(transformers.DogeConfig(**SIZES), tmp_path), numerics="fast", dtype="bfloat16")
+
+
+def test_attention_that_is_not_causal(tmp_path):
+    config = transformers.CamembertConfig(**SIZES)
+    with pytest.raises(ValueError, match=r"CamembertForCausalLM.*not causal"):
+        load_model(save_model(config, tmp_path), numerics="fast", dtype="bfloat16")
+
+
+@pytest.mark.parametrize("numerics", ["exact", "fast"])
+def test_code_that_fails_with_our_layers(numerics, monkeypatch, copy):
+    """Ours have no weight in the layout of nn.Linear's."""
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    honest = LlamaMLP.forward
+    monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: honest(self, x.to(self.up_proj.weight.dtype)))
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM.*forward fails.*AttributeError: .*'weight'"):
+        load_model(str(copy), numerics=numerics)
 
 
 def test_quantized_weights(copy):

@@ -103,10 +103,12 @@ def test_a_stop_string_inside_a_token_cuts_the_token(tokenizer):
     assert got[3] == before + token[:-1]
 
 
-def test_the_stop_string_that_starts_first_wins(tokenizer):
+def test_the_stop_string_that_is_complete_first_wins_and_of_these_the_first_in_the_list(tokenizer):
     ids = tokenizer.encode("the")
     assert len(ids) == 1
-    assert run(tokenizer, ids, stop=["e", "he", "h"])[2:] == ("he", "t")
+    assert run(tokenizer, ids, stop=["e", "he", "h"])[2:] == ("h", "t")
+    assert run(tokenizer, ids, stop=["e", "he"])[2:] == ("e", "th")
+    assert run(tokenizer, ids, stop=["he", "e"])[2:] == ("he", "t")
 
 
 def test_a_stop_string_in_the_last_token_wins_over_length(tokenizer):

@@ -130,6 +130,17 @@ def test_a_prefill_leaves_room_for_the_drafts_of_those_who_decode():
     assert [(e.num_new_tokens, e.num_draft_tokens) for e in step.entries] == [(1, 3), (12, 0)]
 
 
+def test_drafts_leave_at_least_half_of_the_budget_to_a_prefill():
+    scheduler = make_scheduler(budget=16, k=7)
+    for name in "abc":
+        make_sequence(scheduler, name, 2, max_tokens=30, k=7)
+    run_step(scheduler, scheduler.schedule(), lambda _: 0)
+    make_sequence(scheduler, "long", 30)
+    step = scheduler.schedule()
+    assert [e.num_new_tokens for e in step.entries] == [1, 1, 1, 7]
+    assert sum(e.num_draft_tokens for e in step.entries) == 6
+
+
 @pytest.mark.parametrize("missing", [0, 1])
 def test_a_sequence_is_admitted_when_its_known_tokens_fit(missing):
     scheduler = make_scheduler(num_blocks=3 - missing, budget=64, k=0)

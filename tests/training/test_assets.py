@@ -8,7 +8,7 @@ import torch
 from transformers import AutoTokenizer, GenerationConfig
 
 import specpaged
-from specpaged.training.corpus import is_held_out
+from specpaged.training.corpus import HELD_OUT_RULE
 from specpaged.training.export import load_exported
 
 ASSETS = Path(next(iter(specpaged.__path__))) / "assets"
@@ -53,7 +53,7 @@ def test_models_have_learnt_and_agree(pair, tokenizers):
     ids = torch.tensor([tokenizers["target"](text)["input_ids"]])
     with torch.no_grad():
         losses = {name: model(input_ids=ids, labels=ids).loss.item() for name, model in pair.items()}
-    assert losses["target"] < losses["draft"] < 5  # chance is 7.6
+    assert losses["target"] < losses["draft"] < 3.5  # chance is 5.8
 
 
 def test_prompts_are_spec_bench_records_of_the_stated_length(tokenizers):
@@ -68,7 +68,4 @@ def test_prompts_are_spec_bench_records_of_the_stated_length(tokenizers):
 
 
 def test_is_held_out_is_named_in_the_card():
-    from specpaged.training.corpus import HELD_OUT_RULE
-
     assert HELD_OUT_RULE in " ".join((ASSETS / "MODEL_CARD.md").read_text().split())
-    assert callable(is_held_out)

@@ -4,7 +4,7 @@ import torch
 from specpaged.drafting.base import DraftOutput
 from specpaged.sampling.batch import SamplingBatch, SamplingRequest
 from specpaged.sampling_params import SamplingParams
-from specpaged.verification.base import get_verifier
+from specpaged.verification import get_verifier
 from specpaged.verification.rejection import recover
 
 V = 4
