@@ -47,10 +47,10 @@ def test_the_worked_example_of_the_docstring():
     assert got.ok.all()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_kernel_equals_its_reference(data):
-    vocab_size = data.draw(st.sampled_from([5, 1024, 4097, 9000]))
+    vocab_size = data.draw(st.sampled_from([5, 1024, 4097]))
     counts = data.draw(st.lists(st.integers(0, 7), min_size=1, max_size=4))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 999)))
     num_rows = sum(counts) + len(counts)
