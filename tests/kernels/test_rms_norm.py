@@ -18,8 +18,8 @@ def test_kernel_equals_its_reference(dtype, num_rows, size, with_residual):
     expected = rms_norm_ref(x, weight, 1e-6, residuals[1], weight_offset=1.0)
     tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
     torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
-    if with_residual:
-        assert torch.equal(*residuals)
+    if with_residual:  # the interpreter cuts a bfloat16 where a device rounds it
+        torch.testing.assert_close(*residuals, rtol=2**-7 if dtype == torch.bfloat16 else 0, atol=0)
 
 
 def test_a_row_is_bitwise_the_same_among_others():
