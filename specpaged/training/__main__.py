@@ -16,7 +16,7 @@ Workers = Annotated[int, typer.Option(min=1, help="Threads, one per core that ma
 
 
 @app.command()
-def target(out: Out, work: Work, minutes: float = 85, workers: Workers = 2) -> None:
+def target(out: Out, work: Work, minutes: float = 49, workers: Workers = 2) -> None:
     """Train (or resume) the target for MINUTES of training time and write `OUT/target`."""
     from specpaged.training.export import export
     from specpaged.training.target import train_target
@@ -33,10 +33,9 @@ def target(out: Out, work: Work, minutes: float = 85, workers: Workers = 2) -> N
 def draft(
     out: Out,
     work: Work,
-    minutes: float = 20,
-    batches: int = 140,
+    minutes: float = 50,
+    batches: int = 260,
     workers: Workers = 2,
-    start: Annotated[Path | None, typer.Option(help="Exported draft to go on from, instead of a fresh one.")] = None,
 ) -> None:
     """Distil (or resume) the draft from `OUT/target` for MINUTES on BATCHES of 64 continuations."""
     from specpaged.training.draft import train_draft
@@ -45,10 +44,7 @@ def draft(
     corpus, tokenizer = load_corpus(work)
     teacher = load_exported(out / "target")
     target_file = out / "target" / "model.safetensors"
-    start_from = load_exported(start).train() if start else None
-    model, position = train_draft(
-        teacher, target_file, tokenizer, corpus.train, work, minutes, batches, workers, start_from
-    )
+    model, position = train_draft(teacher, target_file, tokenizer, corpus.train, work, minutes, batches, workers)
     export(model, tokenizer, out / "draft")
     print(json.dumps(position))
 
@@ -86,7 +82,7 @@ def prompts(out: Out, work: Work, count: int = 64) -> None:
 
 
 @app.command("all")
-def run_all(out: Out, work: Work, minutes: float = 85, draft_minutes: float = 20, workers: Workers = 2) -> None:
+def run_all(out: Out, work: Work, minutes: float = 49, draft_minutes: float = 50, workers: Workers = 2) -> None:
     """Everything in turn; start it again after an interruption and it resumes."""
     target(out, work, minutes, workers)
     draft(out, work, draft_minutes, workers=workers)

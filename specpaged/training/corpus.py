@@ -64,7 +64,7 @@ def split(documents: dict[str, str]) -> tuple[dict[str, str], dict[str, str]]:
     return {name: text for name, text in documents.items() if name not in held_out}, held_out
 
 
-def train_tokenizer(texts: list[str], vocab_size: int = 320):
+def train_tokenizer(texts: list[str], vocab_size: int = 264):
     """A byte-level BPE `PreTrainedTokenizerFast` whose only special token is EOS (id 0)."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast

@@ -1,9 +1,10 @@
 """The draft: one Qwen3 layer, distilled from the exported target on the target's own continuations.
 
 Acceptance is measured on what the target writes, so the draft learns from greedy and sampled continuations of
-training text, after a start on the text itself. The target is read back from its fp16 file: the draft learns from
-the rounded weights, in fp32 arithmetic. The target's TOP most likely tokens are kept as the continuations are
-written, so that it need not run again while the draft trains.
+training text. These are slow to write, and a draft that sees each of them ten times learns them by heart: it starts on
+the text itself, and half of the lessons that follow are what the target says to text that it has not written. The
+target is read back from its fp16 file: the draft learns from the rounded weights, in fp32 arithmetic. Its TOP most
+likely tokens are kept as the continuations are written.
 """
 
 import hashlib
@@ -22,14 +23,21 @@ from specpaged.training.quality import decode, length_before_cycle
 from specpaged.training.target import make_model, next_token_loss
 from specpaged.training.trainer import train
 
-DRAFT_SHAPE = {"hidden_size": 256, "num_hidden_layers": 1, "num_attention_heads": 8, "num_key_value_heads": 4}
+DRAFT_SHAPE = {
+    "hidden_size": 256,
+    "intermediate_size": 896,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
 PREFIX_LENGTHS = (32, 64, 96, 128)
 NEW_TOKENS = 80
 ROWS_PER_BATCH = 64
 GREEDY_SHARE = 0.75
 TOP = 16
 ARGMAX_WEIGHT = 0.5  # of the target's most likely token, beside its distribution
-TEXT_SHARE = 0.25  # of the time, on plain text before the continuations
+TEXT_SHARE = 0.35  # of the time, on plain text; after it, half of the microbatches are text with comments
+TEXT_WINDOW, TEXT_ROWS = 256, 4
 MICROBATCHES_PER_STEP, ROWS = 4, 8
 
 
@@ -112,18 +120,23 @@ def distillation_loss(draft, batch: Continuations) -> Tensor:
     return (losses * counts).sum() / counts.sum()
 
 
-def draft_loss(draft, microbatch: Tensor | Continuations) -> Tensor:
-    """Next-token loss of a window of text, distillation loss of continuations."""
-    return next_token_loss(draft, microbatch) if torch.is_tensor(microbatch) else distillation_loss(draft, microbatch)
+class Uncommented(NamedTuple):
+    """Text that the target is still to be asked about."""
+
+    rows: Tensor  # [rows, length + 1] int64
+
+
+@torch.no_grad()
+def comment(target, rows: Tensor) -> Continuations:
+    """What the target thinks of every token of int64 [rows, length + 1] but the first."""
+    top = target(input_ids=rows[:, :-1], use_cache=False).logits.softmax(-1).topk(TOP)
+    return Continuations(rows, top.indices, top.values, torch.full((len(rows),), rows.shape[1] - 1))
 
 
 def train_draft(
-    target, target_file: Path, tokenizer, stream, work: Path, minutes: float, batches: int, workers: int = 2, start=None
+    target, target_file: Path, tokenizer, stream, work: Path, minutes: float, batches: int, workers: int = 2
 ):
-    """Write continuations and distil; both resume, for this very target file. Returns (draft, position).
-
-    From a fresh draft and some plain text, or from `start`, a draft that was distilled from a similar target.
-    """
+    """Write continuations and distil; both resume, for this very target file. Returns (draft, position)."""
     torch.set_num_threads(1)
     tag = hashlib.sha256(Path(target_file).read_bytes()).hexdigest()[:12]
     folder = Path(work) / f"continuations-{tag}"
@@ -134,13 +147,22 @@ def train_draft(
     print(f"{len(fresh)} continuations, {fresh.sum().item()} tokens outside cycles, {cycling:.0%} cycling", flush=True)
 
     def microbatches(step: int, progress: float) -> list:
-        if start is None and progress < TEXT_SHARE:
-            text = torch.from_numpy(batch_at(stream, step, 4 * MICROBATCHES_PER_STEP, 256, seed=1)).long()
-            return list(text.split(4))
+        rows = batch_at(stream, step, TEXT_ROWS * MICROBATCHES_PER_STEP, TEXT_WINDOW, seed=1)
+        text = list(torch.from_numpy(rows).long().split(TEXT_ROWS))
+        if progress < TEXT_SHARE:
+            return text
+        half = MICROBATCHES_PER_STEP // 2
         rng = np.random.default_rng((step, 11))
-        return [data[i] for i in rng.integers(len(data), size=MICROBATCHES_PER_STEP)]
+        return [*map(Uncommented, text[:half]), *(data[i] for i in rng.integers(len(data), size=half))]
 
-    draft = start or make_draft(tokenizer, target)
+    def draft_loss(draft, microbatch: Tensor | Uncommented | Continuations) -> Tensor:
+        if torch.is_tensor(microbatch):
+            return next_token_loss(draft, microbatch)
+        if isinstance(microbatch, Uncommented):
+            microbatch = comment(target, microbatch.rows)
+        return distillation_loss(draft, microbatch)
+
+    draft = make_draft(tokenizer, target)
     checkpoint = Path(work) / f"draft-{tag}.safetensors"
     position = train(draft, draft_loss, microbatches, checkpoint, minutes * 60, workers=workers)
     return draft, position
