@@ -1,11 +1,334 @@
-"""Causal attention of a ragged batch over paged KV: prefill, decode and verify rows in one pass."""
+"""Causal attention of a ragged batch over paged KV: prefill, decode and verify rows in one pass.
+
+A sequence's query tokens are cut into blocks of BLOCK_M // G tokens, G = Hq / Hkv heads each; its KV into splits at
+fixed absolute positions. A work item is (sequence, split, query block); a program does one for one KV head.
+
+    G = 2, BLOCK_M = 4, split_len = 8: A has 9 tokens of context and runs 3, B has no context and runs 1
+
+        item       0            1            2            3            4           cu_items  0 4 5
+        seq        A            A            A            A            B
+        split      0            0            1            1            0
+        tokens     a0 a1        a2           a0 a1        a2           b0
+        reads      0..7         0..7         8..10        8..11        0           of each sequence
+        merge      items 0, 2 into a0 a1; items 1, 3 into a2; b0 is written directly
+
+Tiles, splits and the order of merging depend on head_dim, G and dtype alone, and what a row may not read adds exact
+zeros to it: a row gets the same bits in a one-token decode, a (K+1)-token verify and any chunk of a prefill.
+"""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+MAX_SPLIT_TOKENS = 16  # query tokens of a sequence up to which its splits are separate work items
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """What a variant of the kernel is compiled for."""
+
+    block_m: int  # query rows of a program: tokens x heads of a group
+    block_n: int  # KV positions of a step of its loop
+    split_len: int  # KV positions of a program, a multiple of block_n
+    num_warps: int
+    num_stages: int
+
+    def tokens(self, group: int) -> int:
+        """Query tokens of a program."""
+        return self.block_m // group
+
+
+def choose_tiles(head_dim: int, group: int, dtype: torch.dtype) -> Tiles:
+    """Eight query tokens a block up to 64 rows; never a function of K or the batch."""
+    block_m = min(64, max(16, 8 * triton.next_power_of_2(group)))
+    wide = head_dim * dtype.itemsize > 256  # bytes of a key: smaller tiles spare registers and shared memory
+    return Tiles(block_m, 32 if wide else 64, 1024, 4, 2 if wide else 3)
+
+
+@triton.jit
+def _split_range(context_len, first_token, last_token, SPLIT_LEN: tl.constexpr, WINDOW: tl.constexpr):
+    """First and last split that tokens first_token .. last_token of a sequence read."""
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(context_len + first_token - WINDOW + 1, 0) // SPLIT_LEN
+    return first, (context_len + last_token) // SPLIT_LEN
+
+
+@triton.jit
+def _merge(acc, row_max, row_sum, split_acc, split_max, split_sum):
+    """Rows over the splits so far, and over the next one: to be called from left to right."""
+    new_max = tl.maximum(row_max, split_max)
+    finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+    decay = tl.exp2(row_max - finite_max)
+    weight = tl.exp2(split_max - finite_max)
+    return acc * decay[:, None] + split_acc * weight[:, None], new_max, row_sum * decay + split_sum * weight
+
+
+@triton.jit
+def _store_rows(acc, row_max, row_sum, out_ptrs, valid, sinks, head, HAS_SINKS: tl.constexpr):
+    """Normalise [BLOCK_M, BLOCK_D] and store it. A sink enters here, behind every split."""
+    if HAS_SINKS:
+        sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
+        total_max = tl.maximum(row_max, sink)
+        weight = tl.exp2(row_max - total_max)
+        row_sum = row_sum * weight + tl.exp2(sink - total_max)
+        acc = acc * weight[:, None]
+    tl.store(out_ptrs, (acc / row_sum[:, None]).to(out_ptrs.dtype.element_ty), mask=valid)
+
+
+@triton.jit
+def _attend_kernel(
+    query, kv_pool, page_table, cu_query_lens, context_lens, item_seq, cu_items, sinks,
+    output, partial_acc, partial_max, partial_sum,
+    num_seqs, num_rows, scale_log2, softcap,
+    stride_query_row, stride_query_head, stride_pool_slot, stride_pool_kv, stride_pool_head, stride_table,
+    stride_output_row, stride_output_head,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT_LEN: tl.constexpr, WINDOW: tl.constexpr,
+    MAX_SPLIT_TOKENS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    TOKENS: tl.constexpr = BLOCK_M // GROUP
+    item = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    rows = tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_D)
+    head = kv_head * GROUP + rows % GROUP
+    if item >= tl.load(cu_items + num_seqs):
+        if item == tl.num_programs(0) - 1:  # the one program that no item ever has: zeros to the filler rows
+            zeros = tl.zeros([BLOCK_M, BLOCK_D], tl.float32).to(output.dtype.element_ty)
+            for first_row in range(tl.load(cu_query_lens + num_seqs), num_rows, TOKENS):
+                row = first_row + rows // GROUP
+                pointers = output + row.to(tl.int64)[:, None] * stride_output_row + head[:, None] * stride_output_head
+                in_row = (rows < TOKENS * GROUP) & (row < num_rows)
+                tl.store(pointers + dims[None, :], zeros, mask=in_row[:, None] & (dims < HEAD_DIM)[None, :])
+        return
+    seq = tl.load(item_seq + item)
+    query_start = tl.load(cu_query_lens + seq)
+    query_len = tl.load(cu_query_lens + seq + 1) - query_start
+    context_len = tl.load(context_lens + seq)
+    num_query_blocks = tl.cdiv(query_len, TOKENS)
+    item_in_seq = item - tl.load(cu_items + seq)
+    first_token = item_in_seq % num_query_blocks * TOKENS
+    last_token = tl.minimum(first_token + TOKENS, query_len) - 1
+    first_split, last_split = _split_range(context_len, first_token, last_token, SPLIT_LEN, WINDOW)
+    begin_split, end_split = first_split, last_split + 1
+    apart = (query_len <= MAX_SPLIT_TOKENS) & (first_split < last_split)
+    if query_len <= MAX_SPLIT_TOKENS:
+        begin_split = item_in_seq // num_query_blocks
+        end_split = begin_split + 1
+        if (begin_split < first_split) | (begin_split > last_split):
+            return
+
+    token = first_token + rows // GROUP
+    valid = (rows < TOKENS * GROUP) & (token < query_len)
+    position = context_len + token
+    in_head = dims < HEAD_DIM
+    query_ptrs = query + (query_start + token).to(tl.int64)[:, None] * stride_query_row
+    query_ptrs += head[:, None] * stride_query_head + dims[None, :]
+    q = tl.load(query_ptrs, mask=valid[:, None] & in_head[None, :], other=0.0)
+
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    context_end = context_len + last_token + 1
+    PAGES: tl.constexpr = SPLIT_LEN // BLOCK_SIZE if SPLIT_LEN > BLOCK_SIZE else 1
+    page_idx = tl.arange(0, PAGES)
+    table = page_table + seq.to(tl.int64) * stride_table
+    pool = kv_pool + kv_head * stride_pool_head
+    for split in range(begin_split, end_split):
+        begin = split * SPLIT_LEN
+        end = tl.minimum(begin + SPLIT_LEN, context_end)
+        if WINDOW > 0:
+            begin = tl.maximum(begin, (context_len + first_token - WINDOW + 1) // BLOCK_N * BLOCK_N)
+        page = split * SPLIT_LEN // BLOCK_SIZE + page_idx
+        # Loaded ahead of the loop: a load of the table inside it costs the loads of keys and values a stage each.
+        pages = tl.load(table + page, mask=page * BLOCK_SIZE < end, other=0)
+        split_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        split_sum = tl.zeros([BLOCK_M], tl.float32)
+        split_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        for start in range(begin, end, BLOCK_N):
+            columns = start + tl.arange(0, BLOCK_N)
+            exists = columns < end
+            if BLOCK_SIZE >= BLOCK_N:
+                block = tl.sum(tl.where(page == start // BLOCK_SIZE, pages, 0)).to(tl.int64)
+            else:
+                block = tl.load(table + columns // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
+            slot = block * BLOCK_SIZE + columns % BLOCK_SIZE
+            key_ptrs = pool + slot[None, :] * stride_pool_slot + dims[:, None]
+            k = tl.load(key_ptrs, mask=exists[None, :] & in_head[:, None], other=0.0)
+            value_ptrs = pool + stride_pool_kv + slot[:, None] * stride_pool_slot + dims[None, :]
+            v = tl.load(value_ptrs, mask=exists[:, None] & in_head[None, :], other=0.0)
+            scores = tl.dot(q, k, input_precision="ieee") * scale_log2
+            if HAS_SOFTCAP:
+                # softcap * tanh(score / softcap), with tanh(x) = 1 - 2 / (e^2x + 1); softcap carries log2(e), too.
+                scores = softcap * (1 - 2 / (tl.exp2(scores * (2 * LOG2_E / softcap)) + 1))
+            readable = columns[None, :] <= position[:, None]
+            if WINDOW > 0:
+                readable &= columns[None, :] > position[:, None] - WINDOW
+            scores = tl.where(readable, scores, float("-inf"))
+            new_max = tl.maximum(split_max, tl.max(scores, 1))
+            finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)  # no column of this row yet
+            decay = tl.exp2(split_max - finite_max)
+            weights = tl.exp2(scores - finite_max[:, None])
+            split_sum = split_sum * decay + tl.sum(weights, 1)
+            split_acc = tl.dot(weights.to(v.dtype), v, split_acc * decay[:, None], input_precision="ieee")
+            split_max = new_max
+        acc, row_max, row_sum = _merge(acc, row_max, row_sum, split_acc, split_max, split_sum)
+
+    stored = valid[:, None] & in_head[None, :]
+    if not apart:
+        output_ptrs = output + (query_start + token).to(tl.int64)[:, None] * stride_output_row
+        output_ptrs += head[:, None] * stride_output_head + dims[None, :]
+        _store_rows(acc, row_max, row_sum, output_ptrs, stored, sinks, head, HAS_SINKS)
+    else:
+        partial_row = (item.to(tl.int64) * tl.num_programs(1) + kv_head) * BLOCK_M + rows
+        tl.store(partial_max + partial_row, row_max, mask=valid)
+        tl.store(partial_sum + partial_row, row_sum, mask=valid)
+        tl.store(partial_acc + partial_row[:, None] * HEAD_DIM + dims[None, :], acc, mask=stored)
+
+
+@triton.jit
+def _merge_kernel(
+    cu_query_lens, context_lens, item_seq, cu_items, sinks, output, partial_acc, partial_max, partial_sum,
+    num_seqs, stride_output_row, stride_output_head,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr, SPLIT_LEN: tl.constexpr, WINDOW: tl.constexpr,
+    MAX_SPLIT_TOKENS: tl.constexpr, HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    """The item of a query block's first split merges its splits, left to right."""
+    TOKENS: tl.constexpr = BLOCK_M // GROUP
+    item = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    if item >= tl.load(cu_items + num_seqs):
+        return
+    seq = tl.load(item_seq + item)
+    query_start = tl.load(cu_query_lens + seq)
+    query_len = tl.load(cu_query_lens + seq + 1) - query_start
+    context_len = tl.load(context_lens + seq)
+    num_query_blocks = tl.cdiv(query_len, TOKENS)
+    item_in_seq = item - tl.load(cu_items + seq)
+    first_token = item_in_seq % num_query_blocks * TOKENS
+    last_token = tl.minimum(first_token + TOKENS, query_len) - 1
+    first_split, last_split = _split_range(context_len, first_token, last_token, SPLIT_LEN, WINDOW)
+    if (query_len > MAX_SPLIT_TOKENS) | (first_split == last_split):
+        return
+    if item_in_seq // num_query_blocks != first_split:
+        return
+
+    rows = tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_D)
+    token = first_token + rows // GROUP
+    head = kv_head * GROUP + rows % GROUP
+    valid = (rows < TOKENS * GROUP) & (token < query_len)
+    stored = valid[:, None] & (dims < HEAD_DIM)[None, :]
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for split in range(first_split, last_split + 1):
+        split_item = item + (split - first_split) * num_query_blocks
+        partial_row = (split_item.to(tl.int64) * tl.num_programs(1) + kv_head) * BLOCK_M + rows
+        split_max = tl.load(partial_max + partial_row, mask=valid, other=0.0)
+        split_sum = tl.load(partial_sum + partial_row, mask=valid, other=1.0)
+        split_acc = tl.load(partial_acc + partial_row[:, None] * HEAD_DIM + dims[None, :], mask=stored, other=0.0)
+        acc, row_max, row_sum = _merge(acc, row_max, row_sum, split_acc, split_max, split_sum)
+    output_ptrs = output + (query_start + token).to(tl.int64)[:, None] * stride_output_row
+    output_ptrs += head[:, None] * stride_output_head + dims[None, :]
+    _store_rows(acc, row_max, row_sum, output_ptrs, stored, sinks, head, HAS_SINKS)
+
+
+@dataclass(frozen=True)
+class WorkList:
+    """What each program does, worked out once for all layers of a pass."""
+
+    item_seq: Tensor  # [W] int32, W >= the number of items
+    cu_items: Tensor  # [B + 1] int32: items of sequence b are cu_items[b] .. cu_items[b + 1] - 1
+
+
+def work_list_ref(
+    cu_query_lens: Tensor,  # [B + 1] int32
+    context_lens: Tensor,  # [B] int32, before the pass
+    tokens: int,  # query tokens of a program
+    split_len: int,
+) -> WorkList:
+    """Items of each sequence: its query blocks, times its splits where those are items of their own."""
+    item_seq: list[int] = []
+    cu_items = [0]
+    bounds = cu_query_lens.tolist()
+    for b, context_len in enumerate(context_lens.tolist()):
+        query_len = bounds[b + 1] - bounds[b]
+        num_items = -(-query_len // tokens)
+        if query_len <= MAX_SPLIT_TOKENS:
+            num_items *= -(-(context_len + query_len) // split_len)
+        item_seq += [b] * num_items
+        cu_items.append(len(item_seq))
+    device = cu_query_lens.device
+    return WorkList(
+        torch.tensor(item_seq, dtype=torch.int32, device=device),
+        torch.tensor(cu_items, dtype=torch.int32, device=device),
+    )
+
+
+def paged_attention(
+    query: Tensor,  # [N, Hq, D] dtype
+    kv_pool: Tensor,  # [P * S, 2, Hkv, D] dtype; [:, 0] keys, [:, 1] values; holds this pass's tokens already
+    page_table: Tensor,  # [B, max_blocks] int32
+    cu_query_lens: Tensor,  # [B + 1] int32; N may exceed the last: those rows are filler
+    context_lens: Tensor,  # [B] int32, before the pass
+    block_size: int,  # S, a power of two from 16
+    work_list: WorkList,
+    scaling: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,  # [Hq] float32
+    output: Tensor | None = None,  # [N, Hq, D] dtype, written as a whole
+    tiles: Tiles | None = None,  # those of the work list; default: choose_tiles
+) -> Tensor:  # [N, Hq, D] dtype, zeros in filler rows
+    """What `paged_attention_ref` says. D is contiguous everywhere; nothing waits for the device."""
+    num_rows, num_heads, head_dim = query.shape
+    num_kv_heads = kv_pool.shape[2]
+    group = num_heads // num_kv_heads
+    tiles = tiles or choose_tiles(head_dim, group, query.dtype)
+    output = torch.empty_like(query) if output is None else output
+    num_items, num_seqs = work_list.item_seq.shape[0], context_lens.shape[0]
+    partial_rows = num_items * num_kv_heads * tiles.block_m
+    partial_acc = torch.empty(partial_rows, head_dim, dtype=torch.float32, device=query.device)
+    partial_max, partial_sum = torch.empty(2, partial_rows, dtype=torch.float32, device=query.device)
+    scale_log2 = (1 / math.sqrt(head_dim) if scaling is None else scaling) * LOG2_E.value
+    shared = {
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": triton.next_power_of_2(head_dim),
+        "GROUP": group,
+        "BLOCK_M": tiles.block_m,
+        "SPLIT_LEN": tiles.split_len,
+        "WINDOW": window or 0,
+        "HAS_SINKS": sinks is not None,
+        "num_warps": tiles.num_warps,
+        "enable_fp_fusion": False,
+    }
+    sinks = partial_max if sinks is None else sinks  # never read then
+    _attend_kernel[(num_items + 1, num_kv_heads)](
+        query, kv_pool, page_table, cu_query_lens, context_lens, work_list.item_seq, work_list.cu_items, sinks,
+        output, partial_acc, partial_max, partial_sum,
+        num_seqs, num_rows, scale_log2, (softcap or 0.0) * LOG2_E.value,
+        query.stride(0), query.stride(1), kv_pool.stride(0), kv_pool.stride(1), kv_pool.stride(2),
+        page_table.stride(0), output.stride(0), output.stride(1),
+        BLOCK_SIZE=block_size, BLOCK_N=tiles.block_n, MAX_SPLIT_TOKENS=MAX_SPLIT_TOKENS,
+        HAS_SOFTCAP=softcap is not None, num_stages=tiles.num_stages, **shared,
+    )  # fmt: skip
+    _merge_kernel[(num_items, num_kv_heads)](
+        cu_query_lens, context_lens, work_list.item_seq, work_list.cu_items, sinks,
+        output, partial_acc, partial_max, partial_sum,
+        num_seqs, output.stride(0), output.stride(1), MAX_SPLIT_TOKENS=MAX_SPLIT_TOKENS, **shared,
+    )  # fmt: skip
+    return output
 
 
 def paged_attention_ref(

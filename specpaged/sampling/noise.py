@@ -68,16 +68,23 @@ def _lowbias32_(x: Tensor) -> Tensor:
     return x
 
 
-def hash_bits(
-    seeds: Sequence[int], output_idx: Sequence[int], vocab_size: int, device: torch.device | str, purpose: int = SAMPLE
+def noise_keys(
+    seeds: Sequence[int], output_idx: Sequence[int], device: torch.device | str, purpose: int = SAMPLE
 ) -> Tensor:
-    """[M, V] int32: 32 bits for every (seed, output index) pair and token id 0 .. V-1."""
+    """[M, 4] int32: the three keys of each (seed, output index) pair, and 1."""
     keys = []
     for seed, t in zip(seeds, output_idx, strict=True):
         first = _key(seed, t, purpose)
         second = _mix64(first)
-        keys.append((_int32(first), _int32(first >> 32), _int32(second)))
-    k0, k1, k2 = torch.tensor(keys, dtype=torch.int32, device=device).T.unsqueeze(-1)  # [M, 1] each
+        keys.append((_int32(first), _int32(first >> 32), _int32(second), 1))
+    return torch.tensor(keys, dtype=torch.int32, device=device)
+
+
+def hash_bits(
+    seeds: Sequence[int], output_idx: Sequence[int], vocab_size: int, device: torch.device | str, purpose: int = SAMPLE
+) -> Tensor:
+    """[M, V] int32: 32 bits for every (seed, output index) pair and token id 0 .. V-1."""
+    k0, k1, k2, _ = noise_keys(seeds, output_idx, device, purpose).T.unsqueeze(-1)  # [M, 1] each
     bits = _lowbias32_(_token_ids(vocab_size, torch.device(device)) ^ k0)
     return _lowbias32_(bits.add_(k1)).bitwise_xor_(k2)
 

@@ -10,7 +10,7 @@ from specpaged_kernels.store_kv import store_kv_ref
 def test_store_writes_the_rows_it_is_given_slots_for_and_nothing_else():
     pool = torch.full((12, 2, 2, 4), float("nan"))
     keys, values = torch.randn(5, 2, 4), torch.randn(5, 2, 4)
-    store_kv_ref(keys, values, pool, torch.tensor([7, 2, 11]))
+    store_kv_ref(keys, values, pool, torch.tensor([7, 2, 11, 0, 0]), torch.tensor(3))
     assert torch.equal(pool[[7, 2, 11], 0], keys[:3])
     assert torch.equal(pool[[7, 2, 11], 1], values[:3])
     untouched = [slot for slot in range(12) if slot not in (7, 2, 11)]
@@ -25,7 +25,7 @@ def test_reference_equals_dense_causal_attention_of_one_sequence(window):
     pool = torch.full((5 * block_size, 2, kv_heads, dim), float("nan"))
     table = torch.tensor([[3, 1, 4]])
     slots = torch.tensor([int(table[0, p // block_size]) * block_size + p % block_size for p in range(length)])
-    store_kv_ref(keys, values, pool, slots)
+    store_kv_ref(keys, values, pool, slots, torch.tensor(length))
     position = torch.arange(length)
     allowed = position[None] <= position[:, None]
     if window is not None:

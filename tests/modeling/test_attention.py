@@ -59,7 +59,7 @@ def run_both(batch, scheme, variant, block_size=16, heads=4, kv_heads=2, dim=16,
     if options.pop("sinks", False):
         options["sinks"] = torch.linspace(-1, 2, heads)
     expected_pool = pool.clone()
-    store_kv_ref(key, value, expected_pool, packed.slot_mapping)
+    store_kv_ref(key, value, expected_pool, packed.slot_mapping, torch.tensor(len(packed.slot_mapping)))
     expected = paged_attention_ref(
         query, expected_pool, packed.page_table, packed.cu_query_lens, packed.context_lens, block_size, **options
     )

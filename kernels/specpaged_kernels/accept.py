@@ -1,0 +1,224 @@
+"""Which drafts stand, and the token that follows them: greedy and coupled verification on the device.
+
+The argmax of every row of logits is taken in parts of the vocabulary, noise added on the way for rows that sample (see
+`gumbel`), and nothing of size V is stored. Then one program per sequence keeps the longest prefix of drafts that the
+target samples too, and cuts the sequence's context behind it:
+
+    drafts    5 6 7        -    8 9          S = 4
+    sampled   5 6 2 1      4    3 9 0        context before 10, 3, 6; 4, 1, 3 tokens run (the known one, the drafts)
+    accepted  2            0    0
+    output    5 6 2        4    3
+    context   13           4    7            10 + 4 - 1, 3 + 1, 6 + 3 - 2
+    blocks    4            1    2            of 4, 1, 3
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+VOCAB_PART = tl.constexpr(4096)  # ids that one program looks at
+LN_2 = tl.constexpr(0.6931471805599453)
+SQRT_HALF_BITS = tl.constexpr(0x3F3504F3)
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """What each of B sequences gains."""
+
+    token_ids: Tensor  # [B, K + 1] int64: the first num_outputs[b] count
+    num_outputs: Tensor  # [B] int32: accepted and bonus; the accepted alone where the row behind them is not ok
+    num_accepted: Tensor  # [B] int32
+    ok: Tensor  # [B] bool; False: NaN or no token allowed in the row behind the accepted ones
+    context_lens: Tensor  # [B] int32, after truncation
+    num_blocks: Tensor  # [B] int32, after truncation
+
+
+@triton.jit
+def _log(x):
+    """ln x of normal x > 0, operation by operation as specpaged.sampling.elementwise.log_fp32_: the same bits."""
+    bits = x.to(tl.int32, bitcast=True)
+    k = (bits - SQRT_HALF_BITS) >> 23
+    x = (bits - (k << 23)).to(tl.float32, bitcast=True)
+    s = tl.div_rn(x - 1.0, x + 1.0)
+    z = s * s
+    series = (((z * (1 / 9) + 1 / 7) * z + 1 / 5) * z + 1 / 3) * z * s + s
+    return series * 2.0 + k.to(tl.float32) * LN_2
+
+
+@triton.jit
+def _mix(x):
+    """The 32-bit finaliser lowbias32 on uint32."""
+    x ^= x >> 16
+    x *= 0x7FEB352D
+    x ^= x >> 15
+    x *= 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def gumbel(token_ids, key_0, key_1, key_2):
+    """Gumbel noise of int32 ids under three uint32 keys of a row: the bits of specpaged.sampling.noise.gumbel_noise."""
+    bits = _mix(_mix(token_ids.to(tl.uint32) ^ key_0) + key_1) ^ key_2
+    w = ((bits & 0x7FFFFFFF).to(tl.int32).to(tl.float32) + 0.5) * 2.0**-31
+    w = tl.minimum(w, 1 - 2.0**-24)
+    u = 1.0 - w
+    return 0.0 - _log(tl.div_rn((u - 1.0) + w, u) - _log(u))
+
+
+@triton.jit
+def _best(values, ids, any_nan, AXIS: tl.constexpr):
+    """(largest value, lowest id that has it) along AXIS; NaN for the value where there was one."""
+    best = tl.max(values, AXIS, keep_dims=True)
+    token_id = tl.min(tl.where(values == best, ids, 2147483647), AXIS)
+    return tl.where(tl.max(any_nan, AXIS) != 0, float("nan"), tl.max(values, AXIS)), token_id
+
+
+@triton.jit
+def _argmax_kernel(
+    logits, noise_keys, part_values, part_ids, vocab_size, stride_logits, num_parts,
+    PART: tl.constexpr, BLOCK_V: tl.constexpr, HAS_NOISE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    best_values = tl.full([BLOCK_V], float("-inf"), tl.float32)
+    best_ids = tl.full([BLOCK_V], 2147483647, tl.int32)
+    any_nan = tl.zeros([BLOCK_V], tl.int32)
+    keys = noise_keys + row * 4
+    for start in range(part * PART, tl.minimum((part + 1) * PART, vocab_size), BLOCK_V):
+        ids = start + tl.arange(0, BLOCK_V)
+        pointers = logits + row * stride_logits + ids
+        values = tl.load(pointers, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
+        if HAS_NOISE and tl.load(keys + 3) != 0:
+            key_0 = tl.load(keys).to(tl.uint32, bitcast=True)
+            key_1 = tl.load(keys + 1).to(tl.uint32, bitcast=True)
+            key_2 = tl.load(keys + 2).to(tl.uint32, bitcast=True)
+            values += gumbel(ids, key_0, key_1, key_2)
+        any_nan |= (values != values).to(tl.int32)
+        better = values > best_values  # of equals, the earlier: it has the lower id
+        best_values = tl.where(better, values, best_values)
+        best_ids = tl.where(better, ids, best_ids)
+    value, token_id = _best(best_values, best_ids, any_nan, 0)
+    tl.store(part_values + row * num_parts + part, value)
+    tl.store(part_ids + row * num_parts + part, token_id)
+
+
+@triton.jit
+def _accept_kernel(
+    part_values, part_ids, drafts, cu_rows, query_lens, context_lens, page_table,
+    token_ids, num_outputs, num_accepted, ok, new_context_lens, num_blocks,
+    num_parts, stride_drafts, stride_table, stride_tokens,
+    BLOCK_K: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    seq = tl.program_id(0)
+    first_row = tl.load(cu_rows + seq)
+    k = tl.load(cu_rows + seq + 1) - first_row - 1
+    j = tl.arange(0, BLOCK_K)
+    parts = tl.arange(0, BLOCK_P)
+    pointers = (first_row + j).to(tl.int64)[:, None] * num_parts + parts[None, :]
+    mask = (j <= k)[:, None] & (parts < num_parts)[None, :]
+    values = tl.load(part_values + pointers, mask=mask, other=float("-inf"))
+    ids = tl.load(part_ids + pointers, mask=mask, other=2147483647)
+    any_nan = (values != values).to(tl.int32)
+    value, token_id = _best(tl.where(any_nan != 0, float("-inf"), values), ids, any_nan, 1)
+    row_ok = value > float("-inf")  # not for NaN either
+    draft = tl.load(drafts + seq * stride_drafts + j, mask=j < k, other=0).to(tl.int32)
+    stands = (j < k) & row_ok & (token_id == draft)
+    accepted = tl.min(tl.where(stands, BLOCK_K, j))
+    last_ok = tl.sum(tl.where(j == accepted, row_ok.to(tl.int32), 0))
+    outputs = accepted + last_ok
+    tl.store(token_ids + seq * stride_tokens + j, token_id.to(tl.int64), mask=j < outputs)
+    tl.store(num_outputs + seq, outputs)
+    tl.store(num_accepted + seq, accepted)
+    tl.store(ok + seq, last_ok != 0)
+    written = tl.load(context_lens + seq) + tl.load(query_lens + seq)
+    context_len = written - (k - accepted)
+    tl.store(new_context_lens + seq, context_len)
+    kept = tl.cdiv(context_len, BLOCK_SIZE)
+    tl.store(num_blocks + seq, kept)
+    # Behind the cut the table shows the null block. At most K + 1 tokens' blocks are dropped.
+    dropped = kept + tl.arange(0, BLOCK_T)
+    tl.store(page_table + seq.to(tl.int64) * stride_table + dropped, 0, mask=dropped < tl.cdiv(written, BLOCK_SIZE))
+
+
+def accept(
+    logits: Tensor,  # [M, V] float32, processed
+    drafts: Tensor,  # [B, K] int64; sequence b's first cu_rows[b + 1] - cu_rows[b] - 1 count
+    cu_rows: Tensor,  # [B + 1] int32: sequence b verifies rows cu_rows[b] .. cu_rows[b + 1] - 1, at least one
+    query_lens: Tensor,  # [B] int32: tokens that the pass ran
+    context_lens: Tensor,  # [B] int32, before the pass
+    page_table: Tensor,  # [B, max_blocks] int32; entries behind the cut become the null block, in place
+    block_size: int,
+    noise_keys: Tensor | None = None,  # [M, 4] int32: three keys of the row's noise, and whether it has any
+) -> Accepted:
+    """What `accept_ref` says; nothing waits for the device."""
+    num_rows, vocab_size = logits.shape
+    num_seqs, max_drafts = drafts.shape
+    num_parts = triton.cdiv(vocab_size, VOCAB_PART.value)
+    device = logits.device
+    part_values = torch.empty(num_rows, num_parts, dtype=torch.float32, device=device)
+    part_ids = torch.empty(num_rows, num_parts, dtype=torch.int32, device=device)
+    has_noise = noise_keys is not None
+    _argmax_kernel[(num_rows, num_parts)](
+        logits, noise_keys if has_noise else part_ids, part_values, part_ids, vocab_size, logits.stride(0), num_parts,
+        PART=VOCAB_PART, BLOCK_V=1024, HAS_NOISE=has_noise, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    result = _empty(num_seqs, max_drafts, device)
+    block_k = triton.next_power_of_2(max_drafts + 1)
+    _accept_kernel[(num_seqs,)](
+        part_values, part_ids, drafts, cu_rows, query_lens, context_lens, page_table,
+        result.token_ids, result.num_outputs, result.num_accepted, result.ok, result.context_lens, result.num_blocks,
+        num_parts, drafts.stride(0), page_table.stride(0), result.token_ids.stride(0),
+        BLOCK_K=block_k, BLOCK_P=triton.next_power_of_2(num_parts), BLOCK_SIZE=block_size, BLOCK_T=block_k, num_warps=1,
+    )  # fmt: skip
+    return result
+
+
+def _empty(num_seqs: int, max_drafts: int, device: torch.device) -> Accepted:
+    counts = [torch.empty(num_seqs, dtype=torch.int32, device=device) for _ in range(4)]
+    return Accepted(
+        torch.zeros(num_seqs, max_drafts + 1, dtype=torch.int64, device=device),
+        counts[0],
+        counts[1],
+        torch.empty(num_seqs, dtype=torch.bool, device=device),
+        counts[2],
+        counts[3],
+    )
+
+
+def accept_ref(
+    logits: Tensor,
+    drafts: Tensor,
+    cu_rows: Tensor,
+    query_lens: Tensor,
+    context_lens: Tensor,
+    page_table: Tensor,
+    block_size: int,
+    noise: Tensor | None = None,  # [M, V] float32: the noise itself; zeros where a row has none
+) -> Accepted:
+    """A draft stands iff it is the argmax of its row, ties to the lowest id, and all before it stand."""
+    result = _empty(*drafts.shape, logits.device)
+    noisy = logits if noise is None else logits + noise
+    values, token_ids = noisy.max(dim=-1)
+    bounds = cu_rows.tolist()
+    for b in range(len(drafts)):
+        rows = range(bounds[b], bounds[b + 1])
+        k, accepted = len(rows) - 1, 0
+        while (
+            accepted < k and values[rows[accepted]] > float("-inf") and token_ids[rows[accepted]] == drafts[b, accepted]
+        ):
+            accepted += 1
+        last_ok = bool(values[rows[accepted]] > float("-inf"))
+        num_outputs = accepted + last_ok
+        written = int(context_lens[b] + query_lens[b])
+        context_len = written - (k - accepted)
+        num_blocks = -(-context_len // block_size)
+        result.token_ids[b, :num_outputs] = token_ids[rows[0] : rows[0] + num_outputs]
+        result.num_outputs[b], result.num_accepted[b], result.ok[b] = num_outputs, accepted, last_ok
+        result.context_lens[b], result.num_blocks[b] = context_len, num_blocks
+        page_table[b, num_blocks : -(-written // block_size)] = 0
+    return result
