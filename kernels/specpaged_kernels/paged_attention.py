@@ -81,6 +81,7 @@ def _store_rows(acc, row_max, row_sum, out_ptrs, valid, sinks, head, HAS_SINKS: 
         weight = tl.exp2(row_max - total_max)
         row_sum = row_sum * weight + tl.exp2(sink - total_max)
         acc = acc * weight[:, None]
+    row_sum = tl.where(row_sum == 0, 1.0, row_sum)  # a row of nobody's
     tl.store(out_ptrs, (acc / row_sum[:, None]).to(out_ptrs.dtype.element_ty), mask=valid)
 
 
