@@ -28,6 +28,7 @@ from torch import Tensor
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
+NO_WINDOW = 2**30  # positions are fewer
 MAX_SPLIT_TOKENS = 16  # query tokens of a sequence up to which its splits are separate work items
 
 
@@ -47,18 +48,17 @@ class Tiles:
 
 
 def choose_tiles(head_dim: int, group: int, dtype: torch.dtype) -> Tiles:
-    """Eight query tokens a block up to 64 rows; never a function of K or the batch."""
-    block_m = min(64, max(16, 8 * triton.next_power_of_2(group)))
+    """Eight query tokens a block or more, as far as 64 rows go; never a function of K or the batch."""
+    block_m = 32 if group <= 4 else 64
     wide = head_dim * dtype.itemsize > 256  # bytes of a key: smaller tiles spare registers and shared memory
-    return Tiles(block_m, 32 if wide else 64, 1024, 4, 2 if wide else 3)
+    num_warps = 8 if block_m * head_dim > 4096 else 4  # two sums of that size stay in registers
+    return Tiles(block_m, 32 if wide else 64, 1024, num_warps, 2 if wide else 3)
 
 
 @triton.jit
-def _split_range(context_len, first_token, last_token, SPLIT_LEN: tl.constexpr, WINDOW: tl.constexpr):
+def _split_range(context_len, first_token, last_token, window, SPLIT_LEN: tl.constexpr):
     """First and last split that tokens first_token .. last_token of a sequence read."""
-    first = 0
-    if WINDOW > 0:
-        first = tl.maximum(context_len + first_token - WINDOW + 1, 0) // SPLIT_LEN
+    first = tl.maximum(context_len + first_token - window + 1, 0) // SPLIT_LEN
     return first, (context_len + last_token) // SPLIT_LEN
 
 
@@ -73,53 +73,51 @@ def _merge(acc, row_max, row_sum, split_acc, split_max, split_sum):
 
 
 @triton.jit
-def _store_rows(acc, row_max, row_sum, out_ptrs, valid, sinks, head, HAS_SINKS: tl.constexpr):
-    """Normalise [BLOCK_M, BLOCK_D] and store it. A sink enters here, behind every split."""
-    if HAS_SINKS:
-        sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
-        total_max = tl.maximum(row_max, sink)
-        weight = tl.exp2(row_max - total_max)
-        row_sum = row_sum * weight + tl.exp2(sink - total_max)
-        acc = acc * weight[:, None]
+def _store_rows(acc, row_max, row_sum, out_ptrs, stored, valid, sinks, head):
+    """Normalise [BLOCK_M, BLOCK_D] and store it. A sink enters here, behind every split; one of -inf changes no bit."""
+    sink = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32) * LOG2_E
+    total_max = tl.maximum(row_max, sink)
+    weight = tl.exp2(row_max - total_max)
+    row_sum = row_sum * weight + tl.exp2(sink - total_max)
+    acc = acc * weight[:, None]
     row_sum = tl.where(row_sum == 0, 1.0, row_sum)  # a row of nobody's
-    tl.store(out_ptrs, (acc / row_sum[:, None]).to(out_ptrs.dtype.element_ty), mask=valid)
+    tl.store(out_ptrs, (acc / row_sum[:, None]).to(out_ptrs.dtype.element_ty), mask=stored)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs", "num_rows", "group", "block_size", "window", "stride_table"])
 def _attend_kernel(
     query, kv_pool, page_table, cu_query_lens, context_lens, item_seq, cu_items, sinks,
     output, partial_acc, partial_max, partial_sum,
-    num_seqs, num_rows, scale_log2, softcap,
+    num_seqs, num_rows, group, block_size, window, scale_log2, softcap,
     stride_query_row, stride_query_head, stride_pool_slot, stride_pool_kv, stride_pool_head, stride_table,
     stride_output_row, stride_output_head,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT_LEN: tl.constexpr, WINDOW: tl.constexpr,
-    MAX_SPLIT_TOKENS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SPLIT_LEN: tl.constexpr, MAX_SPLIT_TOKENS: tl.constexpr, SMALL_BLOCKS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    TOKENS: tl.constexpr = BLOCK_M // GROUP
+    tokens = BLOCK_M // group
     item = tl.program_id(0)
     kv_head = tl.program_id(1)
     rows = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
-    head = kv_head * GROUP + rows % GROUP
+    head = kv_head * group + rows % group
     if item >= tl.load(cu_items + num_seqs):
         if item == tl.num_programs(0) - 1:  # the one program that no item ever has: zeros to the filler rows
             zeros = tl.zeros([BLOCK_M, BLOCK_D], tl.float32).to(output.dtype.element_ty)
-            for first_row in range(tl.load(cu_query_lens + num_seqs), num_rows, TOKENS):
-                row = first_row + rows // GROUP
+            for first_row in range(tl.load(cu_query_lens + num_seqs), num_rows, tokens):
+                row = first_row + rows // group
                 pointers = output + row.to(tl.int64)[:, None] * stride_output_row + head[:, None] * stride_output_head
-                in_row = (rows < TOKENS * GROUP) & (row < num_rows)
+                in_row = (rows < tokens * group) & (row < num_rows)
                 tl.store(pointers + dims[None, :], zeros, mask=in_row[:, None] & (dims < HEAD_DIM)[None, :])
         return
     seq = tl.load(item_seq + item)
     query_start = tl.load(cu_query_lens + seq)
     query_len = tl.load(cu_query_lens + seq + 1) - query_start
     context_len = tl.load(context_lens + seq)
-    num_query_blocks = tl.cdiv(query_len, TOKENS)
+    num_query_blocks = tl.cdiv(query_len, tokens)
     item_in_seq = item - tl.load(cu_items + seq)
-    first_token = item_in_seq % num_query_blocks * TOKENS
-    last_token = tl.minimum(first_token + TOKENS, query_len) - 1
-    first_split, last_split = _split_range(context_len, first_token, last_token, SPLIT_LEN, WINDOW)
+    first_token = item_in_seq % num_query_blocks * tokens
+    last_token = tl.minimum(first_token + tokens, query_len) - 1
+    first_split, last_split = _split_range(context_len, first_token, last_token, window, SPLIT_LEN)
     begin_split, end_split = first_split, last_split + 1
     apart = (query_len <= MAX_SPLIT_TOKENS) & (first_split < last_split)
     if query_len <= MAX_SPLIT_TOKENS:
@@ -128,8 +126,8 @@ def _attend_kernel(
         if (begin_split < first_split) | (begin_split > last_split):
             return
 
-    token = first_token + rows // GROUP
-    valid = (rows < TOKENS * GROUP) & (token < query_len)
+    token = first_token + rows // group
+    valid = (rows < tokens * group) & (token < query_len)
     position = context_len + token
     in_head = dims < HEAD_DIM
     query_ptrs = query + (query_start + token).to(tl.int64)[:, None] * stride_query_row
@@ -140,29 +138,28 @@ def _attend_kernel(
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     context_end = context_len + last_token + 1
-    PAGES: tl.constexpr = SPLIT_LEN // BLOCK_SIZE if SPLIT_LEN > BLOCK_SIZE else 1
+    PAGES: tl.constexpr = SPLIT_LEN // BLOCK_N  # of a split at most, unless blocks are small
     page_idx = tl.arange(0, PAGES)
     table = page_table + seq.to(tl.int64) * stride_table
     pool = kv_pool + kv_head * stride_pool_head
     for split in range(begin_split, end_split):
         begin = split * SPLIT_LEN
         end = tl.minimum(begin + SPLIT_LEN, context_end)
-        if WINDOW > 0:
-            begin = tl.maximum(begin, (context_len + first_token - WINDOW + 1) // BLOCK_N * BLOCK_N)
-        page = split * SPLIT_LEN // BLOCK_SIZE + page_idx
+        begin = tl.maximum(begin, tl.maximum(context_len + first_token - window + 1, 0) // BLOCK_N * BLOCK_N)
+        page = split * SPLIT_LEN // block_size + page_idx
         # Loaded ahead of the loop: a load of the table inside it costs the loads of keys and values a stage each.
-        pages = tl.load(table + page, mask=page * BLOCK_SIZE < end, other=0)
+        pages = tl.load(table + page, mask=page * block_size < end, other=0)
         split_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
         split_sum = tl.zeros([BLOCK_M], tl.float32)
         split_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         for start in range(begin, end, BLOCK_N):
             columns = start + tl.arange(0, BLOCK_N)
             exists = columns < end
-            if BLOCK_SIZE >= BLOCK_N:
-                block = tl.sum(tl.where(page == start // BLOCK_SIZE, pages, 0)).to(tl.int64)
+            if SMALL_BLOCKS:  # several of them in a step
+                block = tl.load(table + columns // block_size, mask=exists, other=0).to(tl.int64)
             else:
-                block = tl.load(table + columns // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
-            slot = block * BLOCK_SIZE + columns % BLOCK_SIZE
+                block = tl.sum(tl.where(page == start // block_size, pages, 0)).to(tl.int64)
+            slot = block * block_size + columns % block_size
             key_ptrs = pool + slot[None, :] * stride_pool_slot + dims[:, None]
             k = tl.load(key_ptrs, mask=exists[None, :] & in_head[:, None], other=0.0)
             value_ptrs = pool + stride_pool_kv + slot[:, None] * stride_pool_slot + dims[None, :]
@@ -172,8 +169,7 @@ def _attend_kernel(
                 # softcap * tanh(score / softcap), with tanh(x) = 1 - 2 / (e^2x + 1); softcap carries log2(e), too.
                 scores = softcap * (1 - 2 / (tl.exp2(scores * (2 * LOG2_E / softcap)) + 1))
             readable = columns[None, :] <= position[:, None]
-            if WINDOW > 0:
-                readable &= columns[None, :] > position[:, None] - WINDOW
+            readable &= columns[None, :] > position[:, None] - window
             scores = tl.where(readable, scores, float("-inf"))
             new_max = tl.maximum(split_max, tl.max(scores, 1))
             finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)  # no column of this row yet
@@ -188,7 +184,7 @@ def _attend_kernel(
     if not apart:
         output_ptrs = output + (query_start + token).to(tl.int64)[:, None] * stride_output_row
         output_ptrs += head[:, None] * stride_output_head + dims[None, :]
-        _store_rows(acc, row_max, row_sum, output_ptrs, stored, sinks, head, HAS_SINKS)
+        _store_rows(acc, row_max, row_sum, output_ptrs, stored, valid, sinks, head)
     else:
         partial_row = (item.to(tl.int64) * tl.num_programs(1) + kv_head) * BLOCK_M + rows
         tl.store(partial_max + partial_row, row_max, mask=valid)
@@ -196,16 +192,15 @@ def _attend_kernel(
         tl.store(partial_acc + partial_row[:, None] * HEAD_DIM + dims[None, :], acc, mask=stored)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs", "group", "window"])
 def _merge_kernel(
     cu_query_lens, context_lens, item_seq, cu_items, sinks, output, partial_acc, partial_max, partial_sum,
-    num_seqs, stride_output_row, stride_output_head,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr, SPLIT_LEN: tl.constexpr, WINDOW: tl.constexpr,
-    MAX_SPLIT_TOKENS: tl.constexpr, HAS_SINKS: tl.constexpr,
+    num_seqs, group, window, stride_output_row, stride_output_head,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    SPLIT_LEN: tl.constexpr, MAX_SPLIT_TOKENS: tl.constexpr,
 ):  # fmt: skip
     """The item of a query block's first split merges its splits, left to right."""
-    TOKENS: tl.constexpr = BLOCK_M // GROUP
+    tokens = BLOCK_M // group
     item = tl.program_id(0)
     kv_head = tl.program_id(1)
     if item >= tl.load(cu_items + num_seqs):
@@ -214,11 +209,11 @@ def _merge_kernel(
     query_start = tl.load(cu_query_lens + seq)
     query_len = tl.load(cu_query_lens + seq + 1) - query_start
     context_len = tl.load(context_lens + seq)
-    num_query_blocks = tl.cdiv(query_len, TOKENS)
+    num_query_blocks = tl.cdiv(query_len, tokens)
     item_in_seq = item - tl.load(cu_items + seq)
-    first_token = item_in_seq % num_query_blocks * TOKENS
-    last_token = tl.minimum(first_token + TOKENS, query_len) - 1
-    first_split, last_split = _split_range(context_len, first_token, last_token, SPLIT_LEN, WINDOW)
+    first_token = item_in_seq % num_query_blocks * tokens
+    last_token = tl.minimum(first_token + tokens, query_len) - 1
+    first_split, last_split = _split_range(context_len, first_token, last_token, window, SPLIT_LEN)
     if (query_len > MAX_SPLIT_TOKENS) | (first_split == last_split):
         return
     if item_in_seq // num_query_blocks != first_split:
@@ -226,9 +221,9 @@ def _merge_kernel(
 
     rows = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
-    token = first_token + rows // GROUP
-    head = kv_head * GROUP + rows % GROUP
-    valid = (rows < TOKENS * GROUP) & (token < query_len)
+    token = first_token + rows // group
+    head = kv_head * group + rows % group
+    valid = (rows < tokens * group) & (token < query_len)
     stored = valid[:, None] & (dims < HEAD_DIM)[None, :]
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -242,7 +237,7 @@ def _merge_kernel(
         acc, row_max, row_sum = _merge(acc, row_max, row_sum, split_acc, split_max, split_sum)
     output_ptrs = output + (query_start + token).to(tl.int64)[:, None] * stride_output_row
     output_ptrs += head[:, None] * stride_output_head + dims[None, :]
-    _store_rows(acc, row_max, row_sum, output_ptrs, stored, sinks, head, HAS_SINKS)
+    _store_rows(acc, row_max, row_sum, output_ptrs, stored, valid, sinks, head)
 
 
 @dataclass(frozen=True)
@@ -303,31 +298,31 @@ def paged_attention(
     partial_acc = torch.empty(partial_rows, head_dim, dtype=torch.float32, device=query.device)
     partial_max, partial_sum = torch.empty(2, partial_rows, dtype=torch.float32, device=query.device)
     scale_log2 = (1 / math.sqrt(head_dim) if scaling is None else scaling) * LOG2_E.value
+    if sinks is None:
+        sinks = torch.full((num_heads,), float("-inf"), device=query.device)
+    window = NO_WINDOW if window is None else window
     shared = {
         "HEAD_DIM": head_dim,
         "BLOCK_D": triton.next_power_of_2(head_dim),
-        "GROUP": group,
         "BLOCK_M": tiles.block_m,
         "SPLIT_LEN": tiles.split_len,
-        "WINDOW": window or 0,
-        "HAS_SINKS": sinks is not None,
+        "MAX_SPLIT_TOKENS": MAX_SPLIT_TOKENS,
         "num_warps": tiles.num_warps,
         "enable_fp_fusion": False,
     }
-    sinks = partial_max if sinks is None else sinks  # never read then
     _attend_kernel[(num_items + 1, num_kv_heads)](
         query, kv_pool, page_table, cu_query_lens, context_lens, work_list.item_seq, work_list.cu_items, sinks,
         output, partial_acc, partial_max, partial_sum,
-        num_seqs, num_rows, scale_log2, (softcap or 0.0) * LOG2_E.value,
+        num_seqs, num_rows, group, block_size, window, scale_log2, (softcap or 0.0) * LOG2_E.value,
         query.stride(0), query.stride(1), kv_pool.stride(0), kv_pool.stride(1), kv_pool.stride(2),
         page_table.stride(0), output.stride(0), output.stride(1),
-        BLOCK_SIZE=block_size, BLOCK_N=tiles.block_n, MAX_SPLIT_TOKENS=MAX_SPLIT_TOKENS,
-        HAS_SOFTCAP=softcap is not None, num_stages=tiles.num_stages, **shared,
+        BLOCK_N=tiles.block_n, SMALL_BLOCKS=block_size < tiles.block_n, HAS_SOFTCAP=softcap is not None,
+        num_stages=tiles.num_stages, **shared,
     )  # fmt: skip
     _merge_kernel[(num_items, num_kv_heads)](
         cu_query_lens, context_lens, work_list.item_seq, work_list.cu_items, sinks,
         output, partial_acc, partial_max, partial_sum,
-        num_seqs, output.stride(0), output.stride(1), MAX_SPLIT_TOKENS=MAX_SPLIT_TOKENS, **shared,
+        num_seqs, group, window, output.stride(0), output.stride(1), **shared,
     )  # fmt: skip
     return output
 

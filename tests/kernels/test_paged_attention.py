@@ -11,14 +11,14 @@ from tests.kernels.world import World, make_world
 SPLIT = 32
 
 
-def small_tiles(group: int) -> Tiles:
-    """The engine's tiles with splits that a small test has several of."""
-    return Tiles(choose_tiles(64, group, torch.float16).block_m, 16, SPLIT, 4, 1)
+def small_tiles(group: int, block_size: int) -> Tiles:
+    """The engine's tiles, with short splits, and steps of two blocks where blocks are small."""
+    return Tiles(choose_tiles(64, group, torch.float16).block_m, 32 if block_size == 16 else 16, SPLIT, 4, 1)
 
 
 def run(world: World, **options) -> torch.Tensor:
     group = world.query.shape[1] // world.kv_pool.shape[2]
-    tiles = small_tiles(group)
+    tiles = small_tiles(group, world.block_size)
     work_list = work_list_ref(world.cu_query_lens, world.context_lens, tiles.tokens(group), tiles.split_len)
     output = torch.full_like(world.query, float("nan"))
     got = paged_attention(*world.arguments, work_list, **options, output=output, tiles=tiles)
@@ -87,7 +87,7 @@ def part_of(world: World, b: int, start: int, stop: int) -> World:
 def test_a_row_is_bitwise_the_same_in_decode_verify_and_chunked_prefill(dtype, group, window):
     """40 tokens of prefill (splits one after another in a program), verify (side by side), and one by one."""
     world = make_world(
-        [40, 6], [50, 30], num_heads=group, num_kv_heads=1, head_dim=64, block_size=16, dtype=dtype, filler=1
+        [40, 6], [50, 30], num_heads=group, num_kv_heads=1, head_dim=64, block_size=32, dtype=dtype, filler=1
     )
     together = run(world, window=window)
     for b, query_len in ((0, 40), (1, 6)):
