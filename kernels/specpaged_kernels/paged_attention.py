@@ -56,10 +56,21 @@ def choose_tiles(head_dim: int, group: int, dtype: torch.dtype) -> Tiles:
 
 
 @triton.jit
-def _split_range(context_len, first_token, last_token, window, SPLIT_LEN: tl.constexpr):
-    """First and last split that tokens first_token .. last_token of a sequence read."""
-    first = tl.maximum(context_len + first_token - window + 1, 0) // SPLIT_LEN
-    return first, (context_len + last_token) // SPLIT_LEN
+def _locate(item, item_seq, cu_items, cu_query_lens, context_lens, window, tokens, SPLIT_LEN: tl.constexpr):
+    """An item's sequence, its place among the sequence's items, its query tokens, and the first and last split that
+    these read."""
+    seq = tl.load(item_seq + item)
+    query_start = tl.load(cu_query_lens + seq)
+    query_len = tl.load(cu_query_lens + seq + 1) - query_start
+    context_len = tl.load(context_lens + seq)
+    num_query_blocks = tl.cdiv(query_len, tokens)
+    item_in_seq = item - tl.load(cu_items + seq)
+    first_token = item_in_seq % num_query_blocks * tokens
+    last_token = tl.minimum(first_token + tokens, query_len) - 1
+    first_split = tl.maximum(context_len + first_token - window + 1, 0) // SPLIT_LEN
+    last_split = (context_len + last_token) // SPLIT_LEN
+    return (seq, query_start, query_len, context_len, num_query_blocks, item_in_seq // num_query_blocks,
+            first_token, last_token, first_split, last_split)  # fmt: skip
 
 
 @triton.jit
@@ -109,19 +120,14 @@ def _attend_kernel(
                 in_row = (rows < tokens * group) & (row < num_rows)
                 tl.store(pointers + dims[None, :], zeros, mask=in_row[:, None] & (dims < HEAD_DIM)[None, :])
         return
-    seq = tl.load(item_seq + item)
-    query_start = tl.load(cu_query_lens + seq)
-    query_len = tl.load(cu_query_lens + seq + 1) - query_start
-    context_len = tl.load(context_lens + seq)
-    num_query_blocks = tl.cdiv(query_len, tokens)
-    item_in_seq = item - tl.load(cu_items + seq)
-    first_token = item_in_seq % num_query_blocks * tokens
-    last_token = tl.minimum(first_token + tokens, query_len) - 1
-    first_split, last_split = _split_range(context_len, first_token, last_token, window, SPLIT_LEN)
+    (seq, query_start, query_len, context_len, _num_query_blocks, split_in_seq,
+     first_token, last_token, first_split, last_split) = _locate(
+        item, item_seq, cu_items, cu_query_lens, context_lens, window, tokens, SPLIT_LEN
+    )  # fmt: skip
     begin_split, end_split = first_split, last_split + 1
     apart = (query_len <= MAX_SPLIT_TOKENS) & (first_split < last_split)
     if query_len <= MAX_SPLIT_TOKENS:
-        begin_split = item_in_seq // num_query_blocks
+        begin_split = split_in_seq
         end_split = begin_split + 1
         if (begin_split < first_split) | (begin_split > last_split):
             return
@@ -205,18 +211,13 @@ def _merge_kernel(
     kv_head = tl.program_id(1)
     if item >= tl.load(cu_items + num_seqs):
         return
-    seq = tl.load(item_seq + item)
-    query_start = tl.load(cu_query_lens + seq)
-    query_len = tl.load(cu_query_lens + seq + 1) - query_start
-    context_len = tl.load(context_lens + seq)
-    num_query_blocks = tl.cdiv(query_len, tokens)
-    item_in_seq = item - tl.load(cu_items + seq)
-    first_token = item_in_seq % num_query_blocks * tokens
-    last_token = tl.minimum(first_token + tokens, query_len) - 1
-    first_split, last_split = _split_range(context_len, first_token, last_token, window, SPLIT_LEN)
+    (_seq, query_start, query_len, _context_len, num_query_blocks, split_in_seq,
+     first_token, _last_token, first_split, last_split) = _locate(
+        item, item_seq, cu_items, cu_query_lens, context_lens, window, tokens, SPLIT_LEN
+    )  # fmt: skip
     if (query_len > MAX_SPLIT_TOKENS) | (first_split == last_split):
         return
-    if item_in_seq // num_query_blocks != first_split:
+    if split_in_seq != first_split:
         return
 
     rows = tl.arange(0, BLOCK_M)
