@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import platform
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -16,7 +15,10 @@ from rich.table import Table
 from rich.text import Text
 
 from specpaged.config import DTYPES, NUMERICS
-from specpaged.prompts import PromptRecord, clip, evenly_spread, load_prompts
+from specpaged.prompts import PromptRecord
+
+if TYPE_CHECKING:  # torch and transformers take seconds to import: --help does without
+    from specpaged.job import Job, Run
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 console = Console()
@@ -44,123 +46,6 @@ AsJson = Annotated[bool, typer.Option("--json", help="End in one line of JSON.")
 TrustRemoteCode = Annotated[bool, typer.Option(help="Run model code that a checkpoint brings along.")]
 
 
-@dataclass(frozen=True)
-class Job:
-    """Prompts, ready to run: an LLM, their token ids, and one SamplingParams each."""
-
-    llm: Any
-    records: list[PromptRecord]
-    token_ids: list[list[int]]
-    params: list[Any]
-    num_clipped: int
-
-    @property
-    def label(self) -> str:
-        """How the batch is decoded."""
-        llm = self.llm
-        k = llm.engine.max_draft_tokens
-        return f"{'speculative' if k else 'plain'}, batch of {llm.config.max_num_seqs}" + (f", K = {k}" if k else "")
-
-    def run(self, label: str, params: Sequence[Any] | None = None, one_at_a_time: bool = False) -> Run:
-        """Decode every prompt, with a progress bar."""
-        from tqdm import tqdm
-
-        params = params or self.params
-        prompts = [{"prompt_token_ids": ids} for ids in self.token_ids]
-        console.print(f"[dim]{label}[/]")
-        start = time.perf_counter()
-        if one_at_a_time:
-            pairs = tqdm(list(zip(prompts, params, strict=True)), unit="prompt")
-            outputs = [self.llm.generate(prompt, p, use_tqdm=False)[0] for prompt, p in pairs]
-        else:
-            outputs = self.llm.generate(prompts, params)
-        return Run(label, outputs, time.perf_counter() - start)
-
-
-@dataclass(frozen=True)
-class Run:
-    """Outputs of one way of decoding, and the wall time that they took, prefill included."""
-
-    label: str
-    outputs: list[Any]
-    seconds: float
-
-    @property
-    def token_ids(self) -> list[list[int]]:
-        """The first completion of every prompt."""
-        return [output.outputs[0].token_ids if output.outputs else [] for output in self.outputs]
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Emitted tokens by wall time."""
-        return sum(map(len, self.token_ids)) / self.seconds
-
-
-def _prepare(
-    *,
-    model: str | None,
-    draft_model: str | None,
-    prompts: str | None,
-    num_prompts: int | None,
-    max_prompt_tokens: int | None,
-    num_speculative_tokens: int,
-    max_num_seqs: int,
-    max_model_len: int | None,
-    kv_cache_memory_bytes: int | None,
-    max_tokens: int,
-    temperature: float,
-    seed: int | None,
-    dtype: str,
-    numerics: str,
-    threads: int | None,
-    trust_remote_code: bool,
-    output: Path | None,
-) -> Job:
-    records = evenly_spread(load_prompts(prompts), num_prompts)
-    if output is not None and (output.is_dir() or not output.absolute().parent.is_dir()):
-        raise ValueError(f"--output={str(output)!r} cannot be written; allowed: a file in a directory that exists")
-    import torch
-
-    from specpaged.llm import LLM
-    from specpaged.sampling_params import SamplingParams
-
-    if threads is not None:
-        torch.set_num_threads(threads)
-    speculative: dict[str, Any] | None = {"num_speculative_tokens": num_speculative_tokens, "model": draft_model}
-    if model is not None and draft_model is None:
-        if num_speculative_tokens:
-            console.print("no --draft-model: decoding plainly")
-        speculative = None
-    llm = LLM(
-        model,
-        speculative_config=speculative,
-        dtype=dtype,
-        numerics=numerics,
-        max_num_seqs=max_num_seqs,
-        max_model_len=max_model_len,
-        kv_cache_memory_bytes=kv_cache_memory_bytes,
-        trust_remote_code=trust_remote_code,
-    )
-    room = llm.config.max_model_len - max_tokens
-    if room < 1:
-        raise ValueError(f"--max-tokens={max_tokens} must be below max_model_len={llm.config.max_model_len}")
-    if llm.tokenizer is None:
-        raise ValueError(f"--model={model!r} has no tokenizer; allowed: a checkpoint with one, to read text prompts")
-    token_ids, num_clipped = clip(
-        [llm.tokenizer.encode(record.text) for record in records], min(max_prompt_tokens or room, room)
-    )
-    base = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed)
-    params = [base if seed is None else replace(base, seed=seed + i) for i in range(len(records))]
-    console.print(str(llm.report), highlight=False, markup=False)
-    lengths = sorted(map(len, token_ids))
-    console.print(
-        f"prompts {len(records)}, {lengths[0]}-{lengths[-1]} tokens (median {lengths[len(lengths) // 2]}), "
-        f"{num_clipped} clipped",
-        highlight=False,
-    )
-    return Job(llm, records, token_ids, params, num_clipped)
-
-
 @app.command()
 def generate(
     model: Model = None,
@@ -184,8 +69,8 @@ def generate(
 ) -> None:
     """Complete prompts in batches, speculatively."""
     arguments = {name: value for name, value in locals().items() if name != "as_json"}
-    job = _checked(_prepare, **arguments)
-    run = _checked(job.run, "generating")
+    job = _prepare(arguments)
+    run = _run(job, "generating")
     metrics = job.llm.metrics
     completions = Table("id", "completion", show_lines=True)
     for record, result in zip(job.records, run.outputs, strict=True):
@@ -248,17 +133,17 @@ def verify(
     _checked(references.check_reference, reference, temperature, seed)
     if temperature > 0 and seed is None:
         arguments["seed"] = 0  # both runs need the same seeds
-    job = _checked(_prepare, **arguments)
+    job = _prepare(arguments)
     runs, transformers = [], None
     if reference == "plain":
         opted_out = [replace(p, extra_args={"num_speculative_tokens": 0}) for p in job.params]
-        runs.append(_checked(job.run, "plain, one at a time", opted_out, one_at_a_time=True))
-        runs.append(_checked(job.run, f"plain, batch of {max_num_seqs}", opted_out))
+        runs.append(_run(job, "plain, one at a time", opted_out, one_at_a_time=True))
+        runs.append(_run(job, f"plain, batch of {max_num_seqs}", opted_out))
     else:
         transformers = references.TransformersReference(job.llm)
-        runs.append(_checked(references.run_transformers, job, transformers, Run))
+        runs.append(_checked(references.run_transformers, job, transformers))
     if runs[-1].label != job.label:  # without a draft that run is done
-        runs.append(_checked(job.run, job.label))
+        runs.append(_run(job, job.label))
     _write_completions(job, runs[-1], output)
     mismatches = _checked(references.judge, job, runs, transformers)
     _print_verdict(job, runs, mismatches)
@@ -304,6 +189,28 @@ def _print_verdict(job: Job, runs: Sequence[Run], mismatches: Sequence[Any]) -> 
             name = Text(str(job.records[m.prompt_idx].question_id))
             table.add_row(name, str(m.position), str(m.token_ids), margin, m.label)
         console.print(table)
+
+
+def _prepare(arguments: dict[str, Any]) -> Job:
+    """The job, and what there is to know of it before it runs."""
+    from specpaged.job import Job
+
+    job = _checked(Job.prepare, **arguments)
+    if arguments["num_speculative_tokens"] and not job.llm.engine.max_draft_tokens:
+        console.print("no --draft-model: decoding plainly")
+    console.print(str(job.llm.report), highlight=False, markup=False)
+    lengths = sorted(map(len, job.token_ids))
+    console.print(
+        f"prompts {len(lengths)}, {lengths[0]}-{lengths[-1]} tokens (median {lengths[len(lengths) // 2]}), "
+        f"{job.num_clipped} clipped",
+        highlight=False,
+    )
+    return job
+
+
+def _run(job: Job, label: str, *args: Any, **kwargs: Any) -> Run:
+    console.print(f"[dim]{label}[/]")
+    return _checked(job.run, label, *args, **kwargs)
 
 
 def _checked(function: Any, *args: Any, **kwargs: Any) -> Any:

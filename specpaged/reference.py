@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from tqdm import tqdm
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from specpaged.equivalence import Mismatch, TopTwo, compare, is_near_tie
+from specpaged.job import Job, Run
+from specpaged.llm import LLM
 from specpaged.metrics import RequestMetrics
 from specpaged.modeling.rope import freeze_rope
 from specpaged.outputs import CompletionOutput, RequestOutput
@@ -33,9 +35,7 @@ def check_reference(reference: str, temperature: float, seed: int | None) -> Non
 class TransformersReference:
     """The target in transformers' own code, greedily, one prompt at a time."""
 
-    def __init__(self, llm: Any):
-        from transformers import AutoModelForCausalLM, GenerationConfig
-
+    def __init__(self, llm: LLM):
         model = llm.engine.target.model
         self.model = AutoModelForCausalLM.from_pretrained(
             llm.config.model,
@@ -72,17 +72,17 @@ class TransformersReference:
         return TopTwo(tuple(ids.tolist()), tuple(values.tolist()))
 
 
-def run_transformers(job: Any, reference: TransformersReference, run_type: type) -> Any:
+def run_transformers(job: Job, reference: TransformersReference) -> Run:
     """Every prompt of the job through transformers' `generate`, with a progress bar."""
     start = time.perf_counter()
     outputs = []
     for i, (token_ids, params) in enumerate(zip(tqdm(job.token_ids, unit="prompt"), job.params, strict=True)):
         completion = CompletionOutput(0, "", reference.generate(token_ids, params.max_tokens), None, None, "stop")
         outputs.append(RequestOutput(str(i), None, token_ids, None, [completion], True, RequestMetrics()))
-    return run_type("transformers generate, one at a time", outputs, time.perf_counter() - start)
+    return Run("transformers generate, one at a time", outputs, time.perf_counter() - start)
 
 
-def judge(job: Any, runs: Sequence[Any], transformers: TransformersReference | None) -> list[Mismatch]:
+def judge(job: Job, runs: Sequence[Run], transformers: TransformersReference | None) -> list[Mismatch]:
     """Where later runs differ from the first. Against our own plain decoding (None), any difference is a fault."""
     mismatches = [m for run in runs[1:] for m in compare(runs[0].token_ids, run.token_ids)]
     if transformers is None:
@@ -100,7 +100,7 @@ def judge(job: Any, runs: Sequence[Any], transformers: TransformersReference | N
     return judged
 
 
-def _our_top_two(llm: Any, token_ids: list[int]) -> TopTwo:
+def _our_top_two(llm: LLM, token_ids: list[int]) -> TopTwo:
     """As TransformersReference.top_two; log-probabilities, whose difference is that of the logits."""
     params = SamplingParams(temperature=0, max_tokens=1, logprobs=2, extra_args={"num_speculative_tokens": 0})
     output = llm.generate({"prompt_token_ids": token_ids}, params, use_tqdm=False)[0]

@@ -1,0 +1,111 @@
+"""A run of the command line: prompts, ready to decode in one way after another."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from specpaged.llm import LLM
+from specpaged.outputs import RequestOutput
+from specpaged.prompts import PromptRecord, clip, evenly_spread, load_prompts
+from specpaged.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class Run:
+    """Outputs of one way of decoding, and the wall time that they took, prefill included."""
+
+    label: str
+    outputs: list[RequestOutput]
+    seconds: float
+
+    @property
+    def token_ids(self) -> list[list[int]]:
+        """The first completion of every prompt."""
+        return [output.outputs[0].token_ids if output.outputs else [] for output in self.outputs]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Emitted tokens by wall time."""
+        return sum(map(len, self.token_ids)) / self.seconds
+
+
+@dataclass(frozen=True)
+class Job:
+    """An LLM, the prompts' token ids, and one SamplingParams each."""
+
+    llm: LLM
+    records: list[PromptRecord]
+    token_ids: list[list[int]]
+    params: list[SamplingParams]
+    num_clipped: int
+
+    @classmethod
+    def prepare(
+        cls,
+        *,
+        model: str | None,
+        draft_model: str | None,
+        prompts: str | None,
+        num_prompts: int | None,
+        max_prompt_tokens: int | None,
+        num_speculative_tokens: int,
+        max_tokens: int,
+        temperature: float,
+        seed: int | None,
+        threads: int | None,
+        output: Path | None,
+        **engine_arguments: Any,
+    ) -> Job:
+        """What the flags ask for, checked before any work. A model without a draft decodes plainly.
+
+        Raises:
+            ValueError: naming the flag, its value and what is allowed.
+        """
+        records = evenly_spread(load_prompts(prompts), num_prompts)
+        if output is not None and (output.is_dir() or not output.absolute().parent.is_dir()):
+            raise ValueError(f"--output={str(output)!r} cannot be written; allowed: a file in a directory that exists")
+        if threads is not None:
+            torch.set_num_threads(threads)
+        speculative: dict[str, Any] | None = {"num_speculative_tokens": num_speculative_tokens, "model": draft_model}
+        if model is not None and draft_model is None:
+            speculative = None
+        llm = LLM(model, speculative_config=speculative, **engine_arguments)
+        room = llm.config.max_model_len - max_tokens
+        if room < 1:
+            raise ValueError(f"--max-tokens={max_tokens} must be below max_model_len={llm.config.max_model_len}")
+        if llm.tokenizer is None:
+            raise ValueError(
+                f"--model={model!r} has no tokenizer; allowed: a checkpoint with one, to read text prompts"
+            )
+        token_ids, num_clipped = clip(
+            [llm.tokenizer.encode(record.text) for record in records], min(max_prompt_tokens or room, room)
+        )
+        base = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed)
+        params = [base if seed is None else replace(base, seed=seed + i) for i in range(len(records))]
+        return cls(llm, records, token_ids, params, num_clipped)
+
+    @property
+    def label(self) -> str:
+        """How the batch is decoded."""
+        k = self.llm.engine.max_draft_tokens
+        batch = f"batch of {self.llm.config.max_num_seqs}"
+        return f"speculative, {batch}, K = {k}" if k else f"plain, {batch}"
+
+    def run(self, label: str, params: Sequence[SamplingParams] | None = None, one_at_a_time: bool = False) -> Run:
+        """Decode every prompt, with a progress bar."""
+        params = params or self.params
+        prompts = [{"prompt_token_ids": ids} for ids in self.token_ids]
+        start = time.perf_counter()
+        if one_at_a_time:
+            pairs = tqdm(list(zip(prompts, params, strict=True)), unit="prompt")
+            outputs = [self.llm.generate(prompt, p, use_tqdm=False)[0] for prompt, p in pairs]
+        else:
+            outputs = self.llm.generate(prompts, params)
+        return Run(label, outputs, time.perf_counter() - start)
