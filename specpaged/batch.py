@@ -46,7 +46,7 @@ class RaggedBatch:
     token_ids: Tensor  # [N] int64
     positions: Tensor  # [N] int64
     slot_mapping: Tensor  # [N] int64, block * block_size + offset
-    page_table: Tensor  # [B, max_blocks] int64, filled up with the null block
+    page_table: Tensor  # [B, max_blocks] int32, filled up with the null block
     cu_query_lens: Tensor  # [B + 1] int32
     context_lens: Tensor  # [B] int32, before the pass
     logits_idx: Tensor  # [M] int64, ascending
@@ -85,7 +85,7 @@ def pack(rows: Sequence[RaggedRow], block_size: int, device: torch.device | str 
         token_ids=ints[0],
         positions=ints[1],
         slot_mapping=ints[2],
-        page_table=torch.tensor(page_table, dtype=torch.int64, device=device),
+        page_table=torch.tensor(page_table, dtype=torch.int32, device=device),
         cu_query_lens=torch.tensor(cu_query_lens, dtype=torch.int32, device=device),
         context_lens=torch.tensor(context_lens, dtype=torch.int32, device=device),
         logits_idx=torch.tensor(logits_idx, dtype=torch.int64, device=device),

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from specpaged.config import DTYPES, NUMERICS
+from specpaged.config import ATTENTION_BACKENDS, DTYPES, NUMERICS
 from specpaged.prompts import PromptRecord
 
 if TYPE_CHECKING:  # torch and transformers take seconds to import: --help does without
@@ -40,6 +40,7 @@ Temperature = Annotated[float, typer.Option(min=0.0, help="0: greedy.")]
 Seed = Annotated[int | None, typer.Option(min=0, help="Seed of sampled output; prompt i uses seed + i.")]
 DType = Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")]
 Numerics = Annotated[str, typer.Option(help=f"One of {', '.join(NUMERICS)}.")]
+AttentionBackend = Annotated[str, typer.Option(help=f"One of {', '.join(ATTENTION_BACKENDS)}.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads of a pass. Default: torch's choice.")]
 Output = Annotated[Path | None, typer.Option(help="Write the completions as JSON lines.")]
 AsJson = Annotated[bool, typer.Option("--json", help="End in one line of JSON.")]
@@ -62,6 +63,7 @@ def generate(
     seed: Seed = None,
     dtype: DType = "auto",
     numerics: Numerics = "exact",
+    attention_backend: AttentionBackend = "auto",
     threads: Threads = None,
     trust_remote_code: TrustRemoteCode = False,
     output: Output = None,
@@ -114,6 +116,7 @@ def verify(
     seed: Seed = None,
     dtype: DType = "auto",
     numerics: Numerics = "exact",
+    attention_backend: AttentionBackend = "auto",
     threads: Threads = None,
     trust_remote_code: TrustRemoteCode = False,
     reference: Annotated[

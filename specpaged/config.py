@@ -10,6 +10,7 @@ from typing import Any
 NUMERICS = ("exact", "fast")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 METHODS = ("draft_model",)
+ATTENTION_BACKENDS = ("auto", "torch", "triton")
 VERIFICATIONS = ("greedy", "coupled", "rejection")
 
 ASSETS = Path(__file__).parent / "assets"
@@ -113,7 +114,8 @@ class EngineConfig:
 
     `kv_cache_memory_bytes` None takes what `max_num_seqs` full-length sequences need, at most 1 GiB on a CPU and
     80 % of what is free on a GPU. `max_model_len` None takes the target's max_position_embeddings, or what that
-    memory holds of one sequence if that is less.
+    memory holds of one sequence if that is less. `attention_backend` serves both models; "auto" is Triton's kernels on
+    a GPU, and the environment variable SPECPAGED_ATTENTION_BACKEND overrides it.
     """
 
     model: str = EMBEDDED_TARGET
@@ -127,12 +129,14 @@ class EngineConfig:
     max_num_batched_tokens: int = 2048
     enable_prefix_caching: bool = False
     numerics: str = "exact"
+    attention_backend: str = "auto"
     seed: int = 0
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
         check_choice("numerics", self.numerics, NUMERICS)
         check_choice("dtype", self.dtype, DTYPES)
+        check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
         check_int("block_size", self.block_size, 1)
         check_int("max_num_seqs", self.max_num_seqs, 1)
         check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1)

@@ -171,6 +171,7 @@ class Engine:
                 [entry.sequence.sampling_request for entry in scheduled.entries if entry.samples],
                 self.vocabulary.size,
                 self.target.model.device,
+                self.target.model.backend,
             )
         if not scheduled.entries:
             if self.has_unfinished_requests:

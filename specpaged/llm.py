@@ -58,6 +58,8 @@ class LLM:
             trust_remote_code=config.trust_remote_code,
             max_model_len=config.max_model_len,
             numerics=config.numerics,
+            attention_backend=config.attention_backend,
+            block_size=config.block_size,
         )
         self.tokenizer = load_tokenizer(config.model, config.trust_remote_code)
         vocab_size = target.vocab_size
@@ -102,6 +104,8 @@ class LLM:
             trust_remote_code=config.trust_remote_code,
             max_model_len=target.max_model_len,
             numerics=speculative.numerics,
+            attention_backend=config.attention_backend,
+            block_size=config.block_size,
         )
         draft_tokenizer = load_tokenizer(speculative.model, config.trust_remote_code)
         if self.tokenizer is not None and draft_tokenizer is not None:

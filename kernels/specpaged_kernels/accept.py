@@ -34,8 +34,8 @@ class Accepted:
     num_outputs: Tensor  # [B] int32: accepted and bonus; the accepted alone where the row behind them is not ok
     num_accepted: Tensor  # [B] int32
     ok: Tensor  # [B] bool; False: NaN or no token allowed in the row behind the accepted ones
-    context_lens: Tensor  # [B] int32, after truncation
-    num_blocks: Tensor  # [B] int32, after truncation
+    context_lens: Tensor | None = None  # [B] int32, after truncation
+    num_blocks: Tensor | None = None  # [B] int32, after truncation
 
 
 @triton.jit
@@ -108,24 +108,40 @@ def _argmax_kernel(
 
 
 @triton.jit
+def _sampled(part_values, part_ids, row, num_parts, mask, BLOCK_P: tl.constexpr):
+    """(token id, whether there is one) of rows [R], from their parts of the vocabulary."""
+    parts = tl.arange(0, BLOCK_P)
+    pointers = row.to(tl.int64)[:, None] * num_parts + parts[None, :]
+    mask = mask[:, None] & (parts < num_parts)[None, :]
+    values = tl.load(part_values + pointers, mask=mask, other=float("-inf"))
+    ids = tl.load(part_ids + pointers, mask=mask, other=2147483647)
+    any_nan = (values != values).to(tl.int32)
+    value, token_id = _best(tl.where(any_nan != 0, float("-inf"), values), ids, any_nan, 1)
+    return token_id, value > float("-inf")  # not for NaN either
+
+
+@triton.jit
+def _sample_kernel(
+    part_values, part_ids, token_ids, ok, num_rows, num_parts, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr
+):
+    row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    token_id, row_ok = _sampled(part_values, part_ids, row, num_parts, row < num_rows, BLOCK_P)
+    tl.store(token_ids + row, token_id.to(tl.int64), mask=row < num_rows)
+    tl.store(ok + row, row_ok, mask=row < num_rows)
+
+
+@triton.jit
 def _accept_kernel(
     part_values, part_ids, drafts, cu_rows, query_lens, context_lens, page_table,
     token_ids, num_outputs, num_accepted, ok, new_context_lens, num_blocks,
     num_parts, stride_drafts, stride_table, stride_tokens,
-    BLOCK_K: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_SIZE: tl.constexpr, TRUNCATES: tl.constexpr,
 ):  # fmt: skip
     seq = tl.program_id(0)
     first_row = tl.load(cu_rows + seq)
     k = tl.load(cu_rows + seq + 1) - first_row - 1
     j = tl.arange(0, BLOCK_K)
-    parts = tl.arange(0, BLOCK_P)
-    pointers = (first_row + j).to(tl.int64)[:, None] * num_parts + parts[None, :]
-    mask = (j <= k)[:, None] & (parts < num_parts)[None, :]
-    values = tl.load(part_values + pointers, mask=mask, other=float("-inf"))
-    ids = tl.load(part_ids + pointers, mask=mask, other=2147483647)
-    any_nan = (values != values).to(tl.int32)
-    value, token_id = _best(tl.where(any_nan != 0, float("-inf"), values), ids, any_nan, 1)
-    row_ok = value > float("-inf")  # not for NaN either
+    token_id, row_ok = _sampled(part_values, part_ids, first_row + j, num_parts, j <= k, BLOCK_P)
     draft = tl.load(drafts + seq * stride_drafts + j, mask=j < k, other=0).to(tl.int32)
     stands = (j < k) & row_ok & (token_id == draft)
     accepted = tl.min(tl.where(stands, BLOCK_K, j))
@@ -135,58 +151,97 @@ def _accept_kernel(
     tl.store(num_outputs + seq, outputs)
     tl.store(num_accepted + seq, accepted)
     tl.store(ok + seq, last_ok != 0)
-    written = tl.load(context_lens + seq) + tl.load(query_lens + seq)
-    context_len = written - (k - accepted)
-    tl.store(new_context_lens + seq, context_len)
-    kept = tl.cdiv(context_len, BLOCK_SIZE)
-    tl.store(num_blocks + seq, kept)
-    # Behind the cut the table shows the null block. At most K + 1 tokens' blocks are dropped.
-    dropped = kept + tl.arange(0, BLOCK_T)
-    tl.store(page_table + seq.to(tl.int64) * stride_table + dropped, 0, mask=dropped < tl.cdiv(written, BLOCK_SIZE))
+    if TRUNCATES:
+        written = tl.load(context_lens + seq) + tl.load(query_lens + seq)
+        context_len = written - (k - accepted)
+        tl.store(new_context_lens + seq, context_len)
+        kept = tl.cdiv(context_len, BLOCK_SIZE)
+        tl.store(num_blocks + seq, kept)
+        # Behind the cut the table shows the null block. At most K + 1 tokens' blocks are dropped.
+        pointers = page_table + seq.to(tl.int64) * stride_table + kept + j
+        tl.store(pointers, 0, mask=kept + j < tl.cdiv(written, BLOCK_SIZE))
+
+
+def _best_of_parts(logits: Tensor, noise_keys: Tensor | None) -> tuple[Tensor, Tensor]:
+    """[M, parts] float32 and int32: the largest of each part of the vocabulary, noise added, and its lowest id."""
+    num_rows, vocab_size = logits.shape
+    num_parts = triton.cdiv(vocab_size, VOCAB_PART.value)
+    values = torch.empty(num_rows, num_parts, dtype=torch.float32, device=logits.device)
+    ids = torch.empty(num_rows, num_parts, dtype=torch.int32, device=logits.device)
+    has_noise = noise_keys is not None
+    _argmax_kernel[(num_rows, num_parts)](
+        logits, noise_keys if has_noise else ids, values, ids, vocab_size, logits.stride(0), num_parts,
+        PART=VOCAB_PART, BLOCK_V=1024, HAS_NOISE=has_noise, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    return values, ids
+
+
+def sample(
+    logits: Tensor,  # [M, V] float32, processed
+    noise_keys: Tensor | None = None,  # [M, 4] int32: three keys of the row's noise, and whether it has any
+) -> tuple[Tensor, Tensor]:  # [M] int64, [M] bool
+    """The argmax of each row, noise added, ties to the lowest id; and whether there is one: neither NaN nor -inf."""
+    num_rows = logits.shape[0]
+    values, ids = _best_of_parts(logits, noise_keys)
+    token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    ok = torch.empty(num_rows, dtype=torch.bool, device=logits.device)
+    block_r = 16
+    _sample_kernel[(triton.cdiv(num_rows, block_r),)](
+        values, ids, token_ids, ok, num_rows, values.shape[1],
+        BLOCK_R=block_r, BLOCK_P=triton.next_power_of_2(values.shape[1]), num_warps=1,
+    )  # fmt: skip
+    return token_ids, ok
+
+
+def sample_ref(logits: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """`noise` [M, V] float32: the noise itself; zeros where a row has none."""
+    values, token_ids = (logits if noise is None else logits + noise).max(dim=-1)
+    return token_ids, values > float("-inf")
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a pass wrote for each of B sequences, to be cut behind the drafts that stand."""
+
+    query_lens: Tensor  # [B] int32: tokens that the pass ran
+    context_lens: Tensor  # [B] int32, before the pass
+    page_table: Tensor  # [B, max_blocks] int32; entries behind the cut become the null block, in place
+    block_size: int
 
 
 def accept(
     logits: Tensor,  # [M, V] float32, processed
     drafts: Tensor,  # [B, K] int64; sequence b's first cu_rows[b + 1] - cu_rows[b] - 1 count
     cu_rows: Tensor,  # [B + 1] int32: sequence b verifies rows cu_rows[b] .. cu_rows[b + 1] - 1, at least one
-    query_lens: Tensor,  # [B] int32: tokens that the pass ran
-    context_lens: Tensor,  # [B] int32, before the pass
-    page_table: Tensor,  # [B, max_blocks] int32; entries behind the cut become the null block, in place
-    block_size: int,
     noise_keys: Tensor | None = None,  # [M, 4] int32: three keys of the row's noise, and whether it has any
+    written: Written | None = None,  # None: the caller truncates
 ) -> Accepted:
     """What `accept_ref` says; nothing waits for the device."""
-    num_rows, vocab_size = logits.shape
     num_seqs, max_drafts = drafts.shape
-    num_parts = triton.cdiv(vocab_size, VOCAB_PART.value)
-    device = logits.device
-    part_values = torch.empty(num_rows, num_parts, dtype=torch.float32, device=device)
-    part_ids = torch.empty(num_rows, num_parts, dtype=torch.int32, device=device)
-    has_noise = noise_keys is not None
-    _argmax_kernel[(num_rows, num_parts)](
-        logits, noise_keys if has_noise else part_ids, part_values, part_ids, vocab_size, logits.stride(0), num_parts,
-        PART=VOCAB_PART, BLOCK_V=1024, HAS_NOISE=has_noise, num_warps=4, enable_fp_fusion=False,
-    )  # fmt: skip
-    result = _empty(num_seqs, max_drafts, device)
-    block_k = triton.next_power_of_2(max_drafts + 1)
+    values, ids = _best_of_parts(logits, noise_keys)
+    result = _empty(num_seqs, max_drafts, logits.device, written is not None)
+    unread = result.num_outputs
+    lengths = (unread,) * 3 if written is None else (written.query_lens, written.context_lens, written.page_table)
+    new_lengths = (unread,) * 2 if written is None else (result.context_lens, result.num_blocks)
     _accept_kernel[(num_seqs,)](
-        part_values, part_ids, drafts, cu_rows, query_lens, context_lens, page_table,
-        result.token_ids, result.num_outputs, result.num_accepted, result.ok, result.context_lens, result.num_blocks,
-        num_parts, drafts.stride(0), page_table.stride(0), result.token_ids.stride(0),
-        BLOCK_K=block_k, BLOCK_P=triton.next_power_of_2(num_parts), BLOCK_SIZE=block_size, BLOCK_T=block_k, num_warps=1,
+        values, ids, drafts, cu_rows, *lengths,
+        result.token_ids, result.num_outputs, result.num_accepted, result.ok, *new_lengths,
+        values.shape[1], drafts.stride(0), 0 if written is None else written.page_table.stride(0),
+        result.token_ids.stride(0),
+        BLOCK_K=triton.next_power_of_2(max_drafts + 1), BLOCK_P=triton.next_power_of_2(values.shape[1]),
+        BLOCK_SIZE=1 if written is None else written.block_size, TRUNCATES=written is not None, num_warps=1,
     )  # fmt: skip
     return result
 
 
-def _empty(num_seqs: int, max_drafts: int, device: torch.device) -> Accepted:
-    counts = [torch.empty(num_seqs, dtype=torch.int32, device=device) for _ in range(4)]
+def _empty(num_seqs: int, max_drafts: int, device: torch.device, truncates: bool) -> Accepted:
+    counts = torch.empty(4 if truncates else 2, num_seqs, dtype=torch.int32, device=device)
     return Accepted(
         torch.zeros(num_seqs, max_drafts + 1, dtype=torch.int64, device=device),
         counts[0],
         counts[1],
         torch.empty(num_seqs, dtype=torch.bool, device=device),
-        counts[2],
-        counts[3],
+        *counts[2:],
     )
 
 
@@ -194,31 +249,26 @@ def accept_ref(
     logits: Tensor,
     drafts: Tensor,
     cu_rows: Tensor,
-    query_lens: Tensor,
-    context_lens: Tensor,
-    page_table: Tensor,
-    block_size: int,
     noise: Tensor | None = None,  # [M, V] float32: the noise itself; zeros where a row has none
+    written: Written | None = None,
 ) -> Accepted:
     """A draft stands iff it is the argmax of its row, ties to the lowest id, and all before it stand."""
-    result = _empty(*drafts.shape, logits.device)
-    noisy = logits if noise is None else logits + noise
-    values, token_ids = noisy.max(dim=-1)
+    result = _empty(*drafts.shape, logits.device, written is not None)
+    token_ids, ok = sample_ref(logits, noise)
     bounds = cu_rows.tolist()
     for b in range(len(drafts)):
         rows = range(bounds[b], bounds[b + 1])
         k, accepted = len(rows) - 1, 0
-        while (
-            accepted < k and values[rows[accepted]] > float("-inf") and token_ids[rows[accepted]] == drafts[b, accepted]
-        ):
+        while accepted < k and ok[rows[accepted]] and token_ids[rows[accepted]] == drafts[b, accepted]:
             accepted += 1
-        last_ok = bool(values[rows[accepted]] > float("-inf"))
+        last_ok = bool(ok[rows[accepted]])
         num_outputs = accepted + last_ok
-        written = int(context_lens[b] + query_lens[b])
-        context_len = written - (k - accepted)
-        num_blocks = -(-context_len // block_size)
         result.token_ids[b, :num_outputs] = token_ids[rows[0] : rows[0] + num_outputs]
         result.num_outputs[b], result.num_accepted[b], result.ok[b] = num_outputs, accepted, last_ok
-        result.context_lens[b], result.num_blocks[b] = context_len, num_blocks
-        page_table[b, num_blocks : -(-written // block_size)] = 0
+        if written is not None:
+            length = int(written.context_lens[b] + written.query_lens[b])
+            context_len = length - (k - accepted)
+            num_blocks = -(-context_len // written.block_size)
+            result.context_lens[b], result.num_blocks[b] = context_len, num_blocks
+            written.page_table[b, num_blocks : -(-length // written.block_size)] = 0
     return result

@@ -293,7 +293,7 @@ def paged_attention(
     num_kv_heads = kv_pool.shape[2]
     group = num_heads // num_kv_heads
     tiles = tiles or choose_tiles(head_dim, group, query.dtype)
-    output = torch.empty_like(query) if output is None else output
+    output = torch.empty(query.shape, dtype=query.dtype, device=query.device) if output is None else output
     num_items, num_seqs = work_list.item_seq.shape[0], context_lens.shape[0]
     partial_rows = num_items * num_kv_heads * tiles.block_m
     partial_acc = torch.empty(partial_rows, head_dim, dtype=torch.float32, device=query.device)
@@ -331,7 +331,7 @@ def paged_attention(
 def paged_attention_ref(
     query: Tensor,  # [N, Hq, D] dtype
     kv_pool: Tensor,  # [P * S, 2, Hkv, D] dtype; [:, 0] keys, [:, 1] values; holds this pass's tokens already
-    page_table: Tensor,  # [B, max_blocks] int64
+    page_table: Tensor,  # [B, max_blocks] int32
     cu_query_lens: Tensor,  # [B + 1] int32; N may exceed the last: those rows are filler
     context_lens: Tensor,  # [B] int32, before the pass
     block_size: int,  # S

@@ -40,20 +40,23 @@ class RowExactExperts(nn.Module):
     drives.
     """
 
-    def __init__(self, experts: nn.Module, num_threads: int):
+    def __init__(self, experts: nn.Module, num_threads: int, backend: str):
         super().__init__()
         if not getattr(experts, "has_gate", True) or getattr(experts, "_is_expert_parallel", False):
             raise InexactError(f"numerics='exact' is not possible for {type(experts).__name__}: no gated experts")
         self.apply_gate = experts._apply_gate
-        self.gate_up = nn.ModuleList(_expert_linears(experts, "gate_up_proj"))
-        self.down = nn.ModuleList(_expert_linears(experts, "down_proj"))
+        self.gate_up = nn.ModuleList(_expert_linears(experts, "gate_up_proj", backend))
+        self.down = nn.ModuleList(_expert_linears(experts, "down_proj", backend))
         # apply_gate needs the module's activation, not its weights.
         for name in list(experts._parameters):
             experts._parameters[name] = None
         schemes = [self.gate_up[0].scheme, self.down[0].scheme]
         inner = self.down[0].in_features
         self._multiple = aligned_multiple(
-            math.lcm(*(max(s.row_multiple, s.min_rows) for s in schemes)), {inner}, num_threads, self.down[0].dtype
+            math.lcm(*(max(s.row_multiple, s.min_rows) for s in schemes)),
+            {inner} if self.down[0].operand.device.type == "cpu" else set(),
+            num_threads,
+            self.down[0].dtype,
         )
         limit = min(s.max_rows for s in schemes if s.max_rows > 1) if any(s.max_rows > 1 for s in schemes) else 256
         # An activation that is no module (GPT-OSS's) is not run in pieces: the rows must be so few that it is whole.
@@ -86,12 +89,12 @@ class RowExactExperts(nn.Module):
         return total.to(hidden_states.dtype)
 
 
-def _expert_linears(experts: nn.Module, name: str) -> list[RowExactLinear]:
+def _expert_linears(experts: nn.Module, name: str, backend: str) -> list[RowExactLinear]:
     weights = getattr(experts, name).detach()
     if experts.is_transposed:
         weights = weights.transpose(1, 2)
     biases = getattr(experts, f"{name}_bias").detach() if experts.has_bias else [None] * len(weights)
-    scheme = choose_linear_scheme(*weights.shape[1:], experts.has_bias, weights.dtype, weights.device)
+    scheme = choose_linear_scheme(*weights.shape[1:], experts.has_bias, weights.dtype, weights.device, backend)
     return [RowExactLinear(weight.contiguous(), bias, scheme) for weight, bias in zip(weights, biases, strict=True)]
 
 
@@ -162,15 +165,18 @@ def is_activation(module: nn.Module) -> bool:
         return False
 
 
-def make_exact(model: nn.Module, inner_sizes: set[int], dtype: torch.dtype) -> tuple[int, str]:
-    """Replaces the matrix products of `model` by exact ones.
+def make_exact(model: nn.Module, inner_sizes: set[int], dtype: torch.dtype, backend: str = "torch") -> tuple[int, str]:
+    """Replaces the matrix products of `model` by exact ones, in the backend's kernels where it has them.
 
     `inner_sizes` are the last dimensions on which element-wise functions run, in `dtype` or wider.
     Returns the row multiple of a pass and what was chosen, in words. Raises InexactError.
     """
-    num_threads = torch.get_num_threads()
+    on_cpu = next(model.parameters()).device.type == "cpu"
+    num_threads = torch.get_num_threads() if on_cpu else 1
+    if not on_cpu:
+        inner_sizes = set()  # a GPU treats every element of an element-wise function alike
     chosen: dict[str, set[str]] = defaultdict(set)
-    multiples = [2]
+    multiples = [1 if backend == "triton" else 2]
     routers = find_routers(model)
     # Two threads halve what they split, and that is aligned; a third has pieces of any size.
     if num_threads > 2:
@@ -183,11 +189,12 @@ def make_exact(model: nn.Module, inner_sizes: set[int], dtype: torch.dtype) -> t
             continue
         if type(module) is nn.Linear:
             weight = module.weight
-            scheme = choose_linear_scheme(*weight.shape, module.bias is not None, weight.dtype, weight.device)
+            has_bias = module.bias is not None
+            scheme = choose_linear_scheme(*weight.shape, has_bias, weight.dtype, weight.device, backend)
             new: nn.Module = RowExactLinear(weight, module.bias, scheme)
             schemes = [(scheme, tuple(weight.shape))]
         elif is_experts(module):
-            new = RowExactExperts(module, num_threads)
+            new = RowExactExperts(module, num_threads, backend)
             schemes = [(x[0].scheme, (x[0].out_features, x[0].in_features)) for x in (new.gate_up, new.down)]
         elif path in routers:
             (weight,) = own.values()

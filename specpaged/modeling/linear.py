@@ -22,7 +22,7 @@ class LinearScheme:
     are run in pieces of `max_rows`.
     """
 
-    kernel: str  # "stock": F.linear; "packed": oneDNN with a prepacked weight
+    kernel: str  # "stock": F.linear; "packed": oneDNN with a prepacked weight; "triton": ours, exact in any rows
     row_multiple: int
     min_rows: int
     max_rows: int
@@ -58,6 +58,12 @@ def _packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
 
+def _triton_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    from specpaged_kernels.linear import linear  # where it is wanted: defining kernels takes a second
+
+    return linear(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], -1)
+
+
 def _column_major(weight: Tensor) -> Tensor:
     """The same values with F.linear's inner loop along N: with weights that are not in the cache, as in a whole model,
     a call takes half the time. The copy is aligned, as MKL's results may depend on that and a mapped file's tensors
@@ -81,8 +87,11 @@ class RowExactLinear(nn.Module):
         if scheme.upcast:
             weight = weight.float()
             bias = None if bias is None else bias.float()
-        self.packed = scheme.kernel == "packed"
-        self.operand = _pack(weight.contiguous()) if self.packed else _column_major(weight)
+        self.packed, self.triton = scheme.kernel == "packed", scheme.kernel == "triton"
+        if self.packed:
+            self.operand = _pack(weight.contiguous())
+        else:
+            self.operand = weight.contiguous() if self.triton else _column_major(weight)
         self.bias = None if bias is None else bias.clone()
         self._upcast = scheme.upcast
         self._multiple, self._min, self._max = scheme.row_multiple, scheme.min_rows, scheme.max_rows
@@ -90,7 +99,9 @@ class RowExactLinear(nn.Module):
     def _gemm(self, x: Tensor) -> Tensor:
         if self._upcast:
             x = x.float()
-        if self.packed:
+        if self.triton:
+            y = _triton_linear(x, self.operand, self.bias)
+        elif self.packed:
             y = _packed_linear(x, self.operand, self.bias)
         else:
             y = F.linear(x, self.operand, self.bias)

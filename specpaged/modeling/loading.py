@@ -20,11 +20,12 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from specpaged.modeling.attention import HOOK
+from specpaged.modeling.backend import choose_backend
 from specpaged.modeling.checkpoint import check_local_checkpoint
 from specpaged.modeling.exact import make_exact, make_fast
 from specpaged.modeling.families import check_config, find_layers
 from specpaged.modeling.loaded_model import LoadedModel, held_bytes
-from specpaged.modeling.norm import fuse_norms
+from specpaged.modeling.norm import fuse_norms, use_kernel_norms
 from specpaged.modeling.numerics import InexactError, choose_attention_scheme, fast_attention_scheme
 from specpaged.modeling.rope import freeze_rope
 from specpaged.modeling.self_check import check_against_eager, check_rows
@@ -42,11 +43,14 @@ def load_model(
     trust_remote_code: bool = False,
     max_model_len: int | None = None,
     numerics: str = "exact",
+    attention_backend: str = "auto",
+    block_size: int = 16,
 ) -> LoadedModel:
     """Loads a causal language model from a local directory or a hub id, safetensors only.
 
     Raises ValueError, naming the argument or the file, for whatever cannot be loaded or cannot keep its promise:
     under numerics="exact" a model that this machine cannot compute exactly is refused, never loaded inexactly.
+    `block_size` is that of the KV caches it will run on.
     """
     device = _check_device(device)
     wanted = _check_dtype(dtype, device)
@@ -68,6 +72,7 @@ def load_model(
     layers = find_layers(module, model, max_model_len)
     freeze_rope(module, max_model_len)
     geometries = {(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in layers}
+    backend = choose_backend(attention_backend, device, module.dtype, geometries, block_size)
     group = max(hq // hkv for hq, hkv, _ in geometries)
     loaded = LoadedModel(
         module=module,
@@ -82,12 +87,17 @@ def load_model(
         kv_spec=KVSpec(tuple((layer.num_kv_heads, layer.head_dim) for layer in layers)),
         num_parameters=sum(p.numel() for p in module.parameters()),
         weight_bytes=0,  # counted below, once every layer has the form that it keeps
-        numerics_scheme="fast: the quickest kernel for each layer and row count; rows depend on their batch",
+        numerics_scheme=f"fast: attention {backend}; the quickest kernel for each layer and row count; rows depend on "
+        "their batch",
         attention_scheme=fast_attention_scheme(module.dtype, device, group),
+        backend=backend,
         exact=numerics == "exact",
         num_threads=torch.get_num_threads(),
     )
-    fuse_norms(module, module.dtype)
+    if loaded.exact and backend == "triton":
+        use_kernel_norms(module, module.dtype)
+    else:
+        fuse_norms(module, module.dtype)
     if loaded.exact:
         _make_exact(loaded, geometries)
     else:
@@ -112,14 +122,17 @@ def _make_exact(loaded: LoadedModel, geometries: set[tuple[int, int, int]]) -> N
         if name.endswith("inv_freq"):
             inner_sizes.add(buffer.shape[-1])
     try:
-        loaded.row_multiple, linears = make_exact(loaded.module, inner_sizes, loaded.dtype)
-        loaded.attention_scheme = choose_attention_scheme(geometries, loaded.dtype, loaded.device)
+        loaded.row_multiple, linears = make_exact(loaded.module, inner_sizes, loaded.dtype, loaded.backend)
+        attention = "in fixed splits"
+        if loaded.backend == "torch":
+            loaded.attention_scheme = choose_attention_scheme(geometries, loaded.dtype, loaded.device)
+            attention = loaded.attention_scheme.name
     except InexactError as error:
         raise InexactError(f"model {loaded.name!r} ({loaded.architecture}): {error}") from None
     dtype = str(loaded.dtype).removeprefix("torch.")
     threads = f"{loaded.num_threads} thread{'s' if loaded.num_threads > 1 else ''}"
     loaded.numerics_scheme = (
-        f"exact: {linears}; attention {loaded.attention_scheme.name}; rows x{loaded.row_multiple}; {dtype}, {threads}"
+        f"exact: {linears}; attention {loaded.backend} {attention}; rows x{loaded.row_multiple}; {dtype}, {threads}"
     )
 
 

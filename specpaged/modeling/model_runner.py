@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specpaged.batch import RaggedBatch
-from specpaged.modeling.attention import PagedPass
+from specpaged.modeling.backend import new_pass
 from specpaged.modeling.loaded_model import LoadedModel
 from specpaged.paging.kv_cache import PagedKVCache
 
@@ -46,7 +46,7 @@ class ModelRunner:
             logits_to_keep = 0  # every row
         else:
             logits_to_keep = F.pad(batch.logits_idx, (0, -num_logits % multiple))
-        paged_pass = PagedPass(batch, num_tokens + filler, self.kv_cache.layers, model.attention_scheme, model.dtype)
+        paged_pass = new_pass(model, batch, num_tokens + filler, self.kv_cache.layers)
         logits = model.module(
             input_ids=token_ids[None],
             position_ids=positions[None],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -21,9 +23,40 @@ class FusedRMSNorm(nn.Module):
         return F.rms_norm(x, self._shape, self.weight, self.eps)
 
 
+class KernelRMSNorm(nn.Module):
+    """Our kernel: the order of a row's sum is a function of H alone, where torch's on a GPU is one of the rows too."""
+
+    def __init__(self, weight: Tensor, eps: float):
+        super().__init__()
+        from specpaged_kernels.rms_norm import rms_norm  # where it is wanted: defining kernels takes a second
+
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.eps = eps
+        self._rms_norm = rms_norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., H] -> [..., H]"""
+        return self._rms_norm(x.reshape(-1, x.shape[-1]), self.weight, self.eps).view(x.shape)
+
+
+def _same_bits(ours: Tensor, theirs: Tensor) -> bool:
+    return torch.equal(ours, theirs)
+
+
+def _close(ours: Tensor, theirs: Tensor) -> bool:
+    """Within two roundings, before and after the weight."""
+    tolerance = 4 * torch.finfo(theirs.dtype).eps
+    return torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
 @torch.inference_mode()
-def fused(norm: nn.Module, dtype: torch.dtype) -> FusedRMSNorm | None:
-    """The same norm as one call; None where its results would have other bits, or it is no RMS norm."""
+def replacement(
+    norm: nn.Module,
+    dtype: torch.dtype,
+    make: Callable[[Tensor, float], nn.Module],
+    same: Callable[[Tensor, Tensor], bool],
+) -> nn.Module | None:
+    """The same norm made by `make`; None where its results are not the same, or it is no RMS norm."""
     weight = getattr(norm, "weight", None)
     eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     if "RMSNorm" not in type(norm).__name__ or weight is None or weight.dim() != 1 or not isinstance(eps, float):
@@ -35,16 +68,25 @@ def fused(norm: nn.Module, dtype: torch.dtype) -> FusedRMSNorm | None:
     ]
     # Gemma's weights are stored less one.
     for candidate in (weight.detach(), weight.detach() + 1):
-        new = FusedRMSNorm(candidate, eps)
-        if all(torch.equal(new(x), norm(x)) for x in samples):
+        new = make(candidate, eps)
+        if all(same(new(x), norm(x)) for x in samples):
             return new
     return None
 
 
-def fuse_norms(model: nn.Module, dtype: torch.dtype) -> None:
-    """Replaces RMS norms, but only by ones with the same bits."""
+def _replace_norms(model: nn.Module, dtype: torch.dtype, make: Callable, same: Callable) -> None:
     for path, module in list(model.named_modules()):
-        new = fused(module, dtype)
+        new = replacement(module, dtype, make, same)
         if new is not None:
             parent, _, name = path.rpartition(".")
             setattr(model.get_submodule(parent), name, new)
+
+
+def fuse_norms(model: nn.Module, dtype: torch.dtype) -> None:
+    """Replaces RMS norms, but only by ones with the same bits."""
+    _replace_norms(model, dtype, FusedRMSNorm, _same_bits)
+
+
+def use_kernel_norms(model: nn.Module, dtype: torch.dtype) -> None:
+    """Replaces RMS norms by our kernel, which rounds once where a model may round twice."""
+    _replace_norms(model, dtype, KernelRMSNorm, _close)

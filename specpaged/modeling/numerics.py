@@ -13,11 +13,13 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from specpaged.modeling.attention_torch import CHUNK, attend_chunked, attend_sdpa
+from specpaged.modeling.attention_folded import CHUNK, attend_chunked, attend_sdpa
 from specpaged.modeling.linear import SMALL_WEIGHT, LinearScheme, RowExactLinear, can_pack
 
 PROBE_ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 13, 15, 16, 17, 20, 24, 28, 31, 32, 33, 36, 40, 48, 56, 64, 65, 80, 96,
               128, 160, 192, 256)  # fmt: skip
+INTERPRETED_ROWS = (1, 6, 65)  # the same in Triton's interpreter: one row, one tile of rows, and more than one
+ANY_ROWS = 2**30
 MIN_PROBED_ROWS = 16  # whatever a row costs, this many are tried
 PROBE_MACS = 2**33  # multiply-adds that the probe of one candidate may cost, beyond MIN_PROBED_ROWS
 PROBE_WEIGHT = 2**26  # a wider layer is probed at the width that has this many weights
@@ -75,8 +77,12 @@ def _generator(device: torch.device) -> torch.Generator:
     return torch.Generator(device=device).manual_seed(0x5EED)
 
 
-def candidate_linear_schemes(n: int, k: int, dtype: torch.dtype, device: torch.device) -> list[LinearScheme]:
+def candidate_linear_schemes(
+    n: int, k: int, dtype: torch.dtype, device: torch.device, backend: str = "torch"
+) -> list[LinearScheme]:
     """For a weight [n, k], the preferred first."""
+    if backend == "triton":
+        return [LinearScheme("triton", 1, 1, ANY_ROWS)]
     rows = PROBE_ROWS[-1]
     packed = LinearScheme("packed", 1, 2, rows)
     stock = [LinearScheme("stock", multiple, multiple, rows) for multiple in (4, 16)]
@@ -91,8 +97,10 @@ def candidate_linear_schemes(n: int, k: int, dtype: torch.dtype, device: torch.d
     return [*upcast, *plain] if _upcasts(dtype, device) else [*plain[:-1], *upcast[:-1], plain[-1]]
 
 
-def probe_rows(n: int, k: int) -> tuple[int, ...]:
+def probe_rows(n: int, k: int, interpreted: bool = False) -> tuple[int, ...]:
     """Row counts to try for a weight [n, k]: all of PROBE_ROWS, or the first of them that the budget allows."""
+    if interpreted:
+        return INTERPRETED_ROWS
     rows, macs = [], 0
     for count in PROBE_ROWS:
         macs += count * n * k
@@ -122,9 +130,11 @@ def row_counts_that_differ(
     return different
 
 
-def choose_linear_scheme(n: int, k: int, bias: bool, dtype: torch.dtype, device: torch.device) -> LinearScheme:
+def choose_linear_scheme(
+    n: int, k: int, bias: bool, dtype: torch.dtype, device: torch.device, backend: str = "torch"
+) -> LinearScheme:
     """The first exact candidate. Raises InexactError."""
-    return _choose_linear_scheme(n, k, bias, dtype, device, torch.get_num_threads(), False)
+    return _choose_linear_scheme(n, k, bias, dtype, device, torch.get_num_threads(), False, backend)
 
 
 def choose_stock_scheme(n: int, k: int, bias: bool, dtype: torch.dtype, device: torch.device) -> LinearScheme:
@@ -132,23 +142,30 @@ def choose_stock_scheme(n: int, k: int, bias: bool, dtype: torch.dtype, device: 
 
     For a matrix product inside a module that is not ours: it can be given other rows and nothing else.
     """
-    return _choose_linear_scheme(n, k, bias, dtype, device, torch.get_num_threads(), True)
+    return _choose_linear_scheme(n, k, bias, dtype, device, torch.get_num_threads(), True, "torch")
 
 
 @cache
 @torch.inference_mode()
 def _choose_linear_scheme(
-    n: int, k: int, bias: bool, dtype: torch.dtype, device: torch.device, num_threads: int, stock_only: bool
+    n: int,
+    k: int,
+    bias: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+    num_threads: int,
+    stock_only: bool,
+    backend: str,
 ) -> LinearScheme:
     probed_n = min(n, max(64, PROBE_WEIGHT // k // 64 * 64))
     generator = _generator(device)
     weight = (torch.randn(probed_n, k, generator=generator, device=device) / k**0.5).to(dtype)
     bias_values = torch.randn(probed_n, generator=generator, device=device).to(dtype) if bias else None
-    rows = probe_rows(n, k)
-    for scheme in candidate_linear_schemes(n, k, dtype, device):
+    rows = probe_rows(n, k, interpreted=backend == "triton" and device.type == "cpu")
+    for scheme in candidate_linear_schemes(n, k, dtype, device, backend):
         if stock_only and (scheme.kernel != "stock" or scheme.upcast):
             continue
-        if scheme.max_rows > 1:
+        if 1 < scheme.max_rows < ANY_ROWS:
             scheme = replace(scheme, max_rows=max(r for r in rows if r % scheme.row_multiple == 0))
         layer = RowExactLinear(weight, bias_values, scheme)
         if not row_counts_that_differ(layer, k, rows, dtype, device):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specpaged.sampling.elementwise import softmax_fp32
-from specpaged.sampling.noise import gumbel_noise
+from specpaged.sampling.noise import gumbel_noise, noise_keys
 from specpaged.sampling.processors import Row, SamplingRequest, process_rows
 
 __all__ = ["SamplingBatch", "SamplingRequest"]
@@ -23,10 +23,17 @@ __all__ = ["SamplingBatch", "SamplingRequest"]
 class SamplingBatch:
     """Requests of one step. Valid for that step alone: outputs committed later are another batch's."""
 
-    def __init__(self, requests: Sequence[SamplingRequest], vocab_size: int, device: torch.device | str):
+    def __init__(
+        self,
+        requests: Sequence[SamplingRequest],
+        vocab_size: int,
+        device: torch.device | str,
+        backend: str = "torch",  # or "triton"
+    ):
         self.requests = requests
         self.vocab_size = vocab_size
         self.device = device
+        self.backend = backend
         self.all_greedy = all(request.params.greedy for request in requests)  # no row gets noise
         self.needs_processing = any(request.needs_processing for request in requests)
         # The drafter's noise at (request, t) is the target's: kept from proposing to verifying.
@@ -65,6 +72,10 @@ class SamplingBatch:
 
         Of equals the lowest id is taken. An id whose row is not ok means nothing, but is within the vocabulary.
         """
+        if self.backend == "triton":
+            from specpaged_kernels.accept import sample
+
+            return sample(processed, self.noise_keys(request_idx, num_drafts_seen))
         if not self.all_greedy:
             processed = self._add_noise(processed, request_idx, num_drafts_seen)
         values, token_ids = processed.max(dim=-1)
@@ -73,6 +84,16 @@ class SamplingBatch:
     def probs(self, processed: Tensor) -> Tensor:
         """[M, V] fp32: the distribution that `sample` draws from (temperature 0 aside)."""
         return softmax_fp32(processed)
+
+    def noise_keys(self, request_idx: Sequence[int], num_drafts_seen: Sequence[int]) -> Tensor | None:
+        """[M, 4] int32: the keys of each row's noise, and whether it has any; None if none has."""
+        if self.all_greedy:
+            return None
+        seeds = [self.requests[i].seed for i in request_idx]
+        output_idx = [self.output_idx(i, seen) for i, seen in zip(request_idx, num_drafts_seen, strict=True)]
+        keys = noise_keys(seeds, output_idx, "cpu")
+        keys[:, 3] = torch.tensor([not self.requests[i].params.greedy for i in request_idx])
+        return keys.to(self.device)
 
     def _add_noise(self, processed: Tensor, request_idx: Sequence[int], num_drafts_seen: Sequence[int]) -> Tensor:
         rows, keys = [], []

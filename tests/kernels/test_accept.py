@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specpaged.sampling import noise
-from specpaged_kernels.accept import accept, accept_ref, gumbel
+from specpaged_kernels.accept import Written, accept, accept_ref, gumbel, sample, sample_ref
 
 
 def assert_same(got, expected):
@@ -29,9 +29,18 @@ def run_both(logits, drafts, query_lens, context_lens, block_size, keys=None, va
     width = max(-(-int(c + q) // block_size) for c, q in zip(context_lens, query_lens, strict=True)) + 1
     table = torch.arange(1, 1 + len(drafts) * width, dtype=torch.int32).view(len(drafts), width)
     tables = [table.clone(), table.clone()]
-    got = accept(logits, padded, cu_rows, query_lens, context_lens, tables[0], block_size, keys)
-    expected = accept_ref(logits, padded, cu_rows, query_lens, context_lens, tables[1], block_size, values)
+    written = [Written(query_lens, context_lens, table, block_size) for table in tables]
+    got = accept(logits, padded, cu_rows, keys, written[0])
+    expected = accept_ref(logits, padded, cu_rows, values, written[1])
     assert_same(got, expected)
+    untruncated = accept(logits, padded, cu_rows, keys)
+    assert untruncated.context_lens is None
+    for name in ("token_ids", "num_outputs", "num_accepted", "ok"):
+        assert torch.equal(getattr(untruncated, name), getattr(got, name)), name
+    token_ids, ok = sample(logits, keys)
+    expected_ids, expected_ok = sample_ref(logits, values)
+    assert torch.equal(ok, expected_ok)
+    assert torch.equal(token_ids[ok], expected_ids[ok])
     assert torch.equal(*tables)
     return got, expected
 

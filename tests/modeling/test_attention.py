@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from specpaged.batch import RaggedRow, pack
-from specpaged.modeling.attention import PagedPass
+from specpaged.modeling.attention_torch import TorchPass
 from specpaged.modeling.numerics import AttentionScheme, fast_attention_scheme
 from specpaged_kernels.paged_attention import paged_attention_ref
 from specpaged_kernels.store_kv import store_kv_ref
@@ -63,7 +63,7 @@ def run_both(batch, scheme, variant, block_size=16, heads=4, kv_heads=2, dim=16,
     expected = paged_attention_ref(
         query, expected_pool, packed.page_table, packed.cu_query_lens, packed.context_lens, block_size, **options
     )
-    paged_pass = PagedPass(packed, packed.num_tokens + filler, [pool], scheme, dtype)
+    paged_pass = TorchPass(packed, packed.num_tokens + filler, [pool], scheme, dtype)
     scaling = options.pop("scaling", None)
     as_hf = (x.transpose(0, 1)[None] for x in (query, key, value))
     got = paged_pass.attend(0, *as_hf, scaling, **options)[0]

@@ -1,0 +1,76 @@
+"""Paged attention in Triton: KV is read where it lies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from specpaged.batch import RaggedBatch
+from specpaged_kernels.paged_attention import WorkList, choose_tiles, paged_attention, work_list_ref
+from specpaged_kernels.store_kv import store_kv
+
+
+class TritonPass:
+    """See PagedPass. Bitwise exact by construction: tiles and splits follow from the layer's geometry and dtype."""
+
+    gathered_bytes = 0
+
+    def __init__(self, batch: RaggedBatch, num_rows: int, kv_layers: Sequence[Tensor]):
+        self.batch = batch
+        self.num_rows = num_rows
+        self.kv_layers = kv_layers
+        self._num_stored = batch.cu_query_lens[-1:]
+        self._work_lists: dict[tuple[int, int], WorkList] = {}  # by (query tokens of a program, split_len)
+
+    def _work_list(self, tokens: int, split_len: int) -> WorkList:
+        work_list = self._work_lists.get((tokens, split_len))
+        if work_list is None:
+            # From the host's copies of the lengths: nothing waits for the device.
+            lengths = torch.tensor(self.batch.query_lens, dtype=torch.int32)
+            bounds = torch.cat([lengths.new_zeros(1), lengths.cumsum(0, dtype=torch.int32)])
+            made = work_list_ref(bounds, torch.tensor(self.batch.context_lens_host), tokens, split_len)
+            device = self.batch.token_ids.device
+            work_list = WorkList(made.item_seq.to(device), made.cu_items.to(device))
+            self._work_lists[tokens, split_len] = work_list
+        return work_list
+
+    def attend(
+        self,
+        layer_idx: int,
+        query: Tensor,  # [1, Hq, num_rows, D]
+        key: Tensor,  # [1, Hkv, num_rows, D]
+        value: Tensor,
+        scaling: float | None,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,  # [Hq]
+    ) -> Tensor:
+        """See PagedPass.attend."""
+        batch, pool = self.batch, self.kv_layers[layer_idx]
+        num_heads, head_dim = query.shape[1], query.shape[3]
+        group = num_heads // key.shape[1]
+        rows = [_rows(x) for x in (query, key, value)]
+        store_kv(rows[1], rows[2], pool, batch.slot_mapping, self._num_stored)
+        tiles = choose_tiles(head_dim, group, query.dtype)
+        output = paged_attention(
+            rows[0],
+            pool,
+            batch.page_table,
+            batch.cu_query_lens,
+            batch.context_lens,
+            batch.block_size,
+            self._work_list(tiles.tokens(group), tiles.split_len),
+            scaling,
+            window,
+            softcap,
+            None if sinks is None else sinks.float(),
+        )
+        return output.view(1, self.num_rows, num_heads, head_dim)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[1, H, N, D] -> [N, H, D] with D contiguous, as the kernels want it; a view where it is so already."""
+    x = x[0].transpose(0, 1)
+    return x if x.stride(-1) == 1 else x.contiguous()

@@ -1,0 +1,98 @@
+"""The engine on Triton's kernels, in the interpreter, against the engine on torch."""
+
+import re
+
+import pytest
+import torch
+
+from specpaged import LLM, SamplingParams
+from specpaged.modeling.backend import ENVIRONMENT, choose_backend
+from specpaged.modeling.loading import load_model
+from tests import toys
+from tests.modeling.world import World, random_tokens
+
+PROMPTS = toys.prompts(3, seed=5, longest=24)
+PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True),
+    SamplingParams(temperature=0.8, seed=3, max_tokens=5, ignore_eos=True, logprobs=2),
+    SamplingParams(temperature=1.0, seed=4, top_k=20, repetition_penalty=1.2, max_tokens=4, ignore_eos=True),
+]
+
+
+def make(pair: toys.Pair, backend: str, numerics: str = "exact", k: int = 3) -> LLM:
+    return LLM(
+        pair.target,
+        speculative_config={"model": pair.draft, "num_speculative_tokens": k} if k else None,
+        attention_backend=backend,
+        numerics=numerics,
+        max_model_len=64,
+        max_num_seqs=3,
+        max_num_batched_tokens=32,  # prefill in chunks
+    )
+
+
+def token_ids(llm: LLM) -> list[list[int]]:
+    outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    llm.engine.check_integrity()
+    assert llm.engine.allocator.num_free == llm.engine.allocator.num_blocks
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.mark.parametrize("numerics", ["exact", "fast"])
+def test_outputs_on_triton_are_those_on_torch(toy_pair, numerics):
+    expected = token_ids(make(toy_pair, "torch", k=0))
+    llm = make(toy_pair, "triton", numerics)
+    assert token_ids(llm) == expected
+    assert llm.metrics.accepted_tokens > 0
+    assert llm.metrics.rollbacks > 0
+    assert llm.metrics.gathered_bytes == 0
+    assert "attention triton" in llm.engine.target.model.numerics_scheme
+    assert ("linears triton" in llm.engine.target.model.numerics_scheme) == (numerics == "exact")
+
+
+def test_logits_on_triton_have_the_same_bits_in_decode_verify_and_prefill(toy_pair):
+    """With NaN in every slot whose KV is not valid."""
+    model = load_model(toy_pair.target, max_model_len=64, attention_backend="triton")
+    tokens, mate = random_tokens(21, 0), random_tokens(9, 1)
+    plain = World(model, num_slots=256, seed=1)
+    plain.run(("a", tokens[:15], 0))
+    decoded = [plain.run(("a", tokens[i : i + 1], 1))["a"] for i in range(15, 21)]
+    batch = World(model, num_slots=256, seed=2)
+    batch.run(("b", mate[:4], 0), ("a", tokens[:7], 0))
+    batch.run(("a", tokens[7:15], 0), ("b", mate[4:], 1))
+    verified = batch.run(("b", mate[:1], 1), ("a", tokens[15:], 6))["a"]
+    prefilled = World(model, num_slots=256, seed=3).run(("a", tokens, 6))["a"]
+    assert torch.equal(torch.cat(decoded), verified)
+    assert torch.equal(prefilled, verified)
+    assert verified.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("argument", "environment", "interpreted", "block_size", "expected"),
+    [
+        ("auto", None, True, 16, "torch"),  # a CPU
+        ("triton", None, True, 16, "triton"),
+        ("torch", "triton", True, 16, "triton"),
+        ("triton", "torch", True, 16, "torch"),
+        ("triton", None, False, 16, "attention_backend='triton' cannot be used: device 'cpu'"),
+        ("auto", "triton", False, 16, f"{ENVIRONMENT}='triton' cannot be used: device 'cpu'"),
+        ("triton", None, True, 24, "block_size=24"),
+        ("triton", None, True, 8, "block_size=8"),
+        ("auto", "cudnn", True, 16, f"{ENVIRONMENT}='cudnn' is not known"),
+    ],
+)
+def test_the_backend_is_the_environments_or_the_arguments_where_it_can_run(
+    monkeypatch, argument, environment, interpreted, block_size, expected
+):
+    monkeypatch.setenv("TRITON_INTERPRET", str(int(interpreted)))
+    if environment is not None:
+        monkeypatch.setenv(ENVIRONMENT, environment)
+
+    def choose() -> str:
+        return choose_backend(argument, torch.device("cpu"), torch.float32, [(4, 2, 16)], block_size)
+
+    if expected in ("torch", "triton"):
+        assert choose() == expected
+    else:
+        with pytest.raises(ValueError, match=re.escape(expected)):
+            choose()
