@@ -14,14 +14,21 @@ target samples too, and cuts the sequence's context behind it:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-VOCAB_PART = tl.constexpr(4096)  # ids that one program looks at
+from specpaged_kernels.jit import Variant, kernel
+from specpaged_kernels.limits import MAX_ROWS, MAX_VOCAB_SIZE
+
+VOCAB_PART = 8192  # ids that one program looks at
+MAX_PARTS = MAX_VOCAB_SIZE // VOCAB_PART
+SAMPLED_ROWS = 16  # of one program
 LN_2 = tl.constexpr(0.6931471805599453)
 SQRT_HALF_BITS = tl.constexpr(0x3F3504F3)
 
@@ -78,7 +85,7 @@ def _best(values, ids, any_nan, AXIS: tl.constexpr):
     return tl.where(tl.max(any_nan, AXIS) != 0, float("nan"), tl.max(values, AXIS)), token_id
 
 
-@triton.jit
+@kernel()
 def _argmax_kernel(
     logits, noise_keys, part_values, part_ids, vocab_size, stride_logits, num_parts,
     PART: tl.constexpr, BLOCK_V: tl.constexpr, HAS_NOISE: tl.constexpr,
@@ -120,7 +127,7 @@ def _sampled(part_values, part_ids, row, num_parts, mask, BLOCK_P: tl.constexpr)
     return token_id, value > float("-inf")  # not for NaN either
 
 
-@triton.jit
+@kernel()
 def _sample_kernel(
     part_values, part_ids, token_ids, ok, num_rows, num_parts, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr
 ):
@@ -130,12 +137,12 @@ def _sample_kernel(
     tl.store(ok + row, row_ok, mask=row < num_rows)
 
 
-@triton.jit
+@kernel()
 def _accept_kernel(
     part_values, part_ids, drafts, cu_rows, query_lens, context_lens, page_table,
     token_ids, num_outputs, num_accepted, ok, new_context_lens, num_blocks,
-    num_parts, stride_drafts, stride_table, stride_tokens,
-    BLOCK_K: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_SIZE: tl.constexpr, TRUNCATES: tl.constexpr,
+    num_parts, block_size, stride_drafts, stride_table, stride_tokens,
+    BLOCK_K: tl.constexpr, BLOCK_P: tl.constexpr, TRUNCATES: tl.constexpr,
 ):  # fmt: skip
     seq = tl.program_id(0)
     first_row = tl.load(cu_rows + seq)
@@ -155,23 +162,55 @@ def _accept_kernel(
         written = tl.load(context_lens + seq) + tl.load(query_lens + seq)
         context_len = written - (k - accepted)
         tl.store(new_context_lens + seq, context_len)
-        kept = tl.cdiv(context_len, BLOCK_SIZE)
+        kept = tl.cdiv(context_len, block_size)
         tl.store(num_blocks + seq, kept)
         # Behind the cut the table shows the null block. At most K + 1 tokens' blocks are dropped.
         pointers = page_table + seq.to(tl.int64) * stride_table + kept + j
-        tl.store(pointers, 0, mask=kept + j < tl.cdiv(written, BLOCK_SIZE))
+        tl.store(pointers, 0, mask=kept + j < tl.cdiv(written, block_size))
+
+
+def _argmax_constants(has_noise: bool) -> dict[str, Any]:
+    return {
+        "PART": VOCAB_PART,
+        "BLOCK_V": 1024,
+        "HAS_NOISE": has_noise,
+        "num_warps": 8,
+        "enable_fp_fusion": False,
+    }
+
+
+def _sample_constants() -> dict[str, Any]:
+    return {"BLOCK_R": SAMPLED_ROWS, "BLOCK_P": MAX_PARTS, "num_warps": 1}
+
+
+def _accept_constants(truncates: bool) -> dict[str, Any]:
+    return {"BLOCK_K": MAX_ROWS, "BLOCK_P": MAX_PARTS, "TRUNCATES": truncates, "num_warps": 4}
+
+
+def variants() -> Iterator[Variant]:
+    """All that `sample` and `accept` launch."""
+    parts = {"part_values": "*fp32", "part_ids": "*i32"}
+    for has_noise in (False, True):
+        types = parts | {"logits": "*fp32", "noise_keys": "*i32"}
+        yield Variant(_argmax_kernel, types, _argmax_constants(has_noise))
+    yield Variant(_sample_kernel, parts | {"token_ids": "*i64", "ok": "*i1"}, _sample_constants())
+    counts = ("cu_rows", "query_lens", "context_lens", "page_table", "num_outputs", "num_accepted", "new_context_lens",
+              "num_blocks")  # fmt: skip
+    types = parts | {name: "*i32" for name in counts} | {"drafts": "*i64", "token_ids": "*i64", "ok": "*i1"}
+    for truncates in (False, True):
+        yield Variant(_accept_kernel, types, _accept_constants(truncates))
 
 
 def _best_of_parts(logits: Tensor, noise_keys: Tensor | None) -> tuple[Tensor, Tensor]:
     """[M, parts] float32 and int32: the largest of each part of the vocabulary, noise added, and its lowest id."""
     num_rows, vocab_size = logits.shape
-    num_parts = triton.cdiv(vocab_size, VOCAB_PART.value)
+    num_parts = triton.cdiv(vocab_size, VOCAB_PART)
     values = torch.empty(num_rows, num_parts, dtype=torch.float32, device=logits.device)
     ids = torch.empty(num_rows, num_parts, dtype=torch.int32, device=logits.device)
     has_noise = noise_keys is not None
     _argmax_kernel[(num_rows, num_parts)](
         logits, noise_keys if has_noise else ids, values, ids, vocab_size, logits.stride(0), num_parts,
-        PART=VOCAB_PART, BLOCK_V=1024, HAS_NOISE=has_noise, num_warps=4, enable_fp_fusion=False,
+        **_argmax_constants(has_noise),
     )  # fmt: skip
     return values, ids
 
@@ -185,10 +224,8 @@ def sample(
     values, ids = _best_of_parts(logits, noise_keys)
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     ok = torch.empty(num_rows, dtype=torch.bool, device=logits.device)
-    block_r = 16
-    _sample_kernel[(triton.cdiv(num_rows, block_r),)](
-        values, ids, token_ids, ok, num_rows, values.shape[1],
-        BLOCK_R=block_r, BLOCK_P=triton.next_power_of_2(values.shape[1]), num_warps=1,
+    _sample_kernel[(triton.cdiv(num_rows, SAMPLED_ROWS),)](
+        values, ids, token_ids, ok, num_rows, values.shape[1], **_sample_constants()
     )  # fmt: skip
     return token_ids, ok
 
@@ -218,6 +255,8 @@ def accept(
 ) -> Accepted:
     """What `accept_ref` says; nothing waits for the device."""
     num_seqs, max_drafts = drafts.shape
+    if max_drafts >= MAX_ROWS:
+        raise ValueError(f"drafts has room for {max_drafts}; allowed: {MAX_ROWS - 1}")
     values, ids = _best_of_parts(logits, noise_keys)
     result = _empty(num_seqs, max_drafts, logits.device, written is not None)
     unread = result.num_outputs
@@ -226,10 +265,9 @@ def accept(
     _accept_kernel[(num_seqs,)](
         values, ids, drafts, cu_rows, *lengths,
         result.token_ids, result.num_outputs, result.num_accepted, result.ok, *new_lengths,
-        values.shape[1], drafts.stride(0), 0 if written is None else written.page_table.stride(0),
-        result.token_ids.stride(0),
-        BLOCK_K=triton.next_power_of_2(max_drafts + 1), BLOCK_P=triton.next_power_of_2(values.shape[1]),
-        BLOCK_SIZE=1 if written is None else written.block_size, TRUNCATES=written is not None, num_warps=1,
+        values.shape[1], 1 if written is None else written.block_size,
+        drafts.stride(0), 0 if written is None else written.page_table.stride(0), result.token_ids.stride(0),
+        **_accept_constants(written is not None),
     )  # fmt: skip
     return result
 

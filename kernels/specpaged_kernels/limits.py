@@ -7,10 +7,26 @@ from collections.abc import Iterable
 
 import torch
 
-HEAD_DIMS = (16, 256)  # the smallest and the largest
-MAX_GROUP = 64  # heads that share a KV head
-BLOCK_SIZES = (16, 128)
+HEAD_DIMS = (32, 64, 128, 256)  # in the interpreter, whatever lies between
+BLOCK_SIZES = (16, 128)  # the smallest and the largest power of two
+MAX_VOCAB_SIZE = 64 * 8192
+MAX_ROWS = 32  # that one sequence verifies: K + 1
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, on the CPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def fits(head_dim: int, dtype: torch.dtype) -> bool:
+    """Whether two tiles of keys and values, and the sums, stay in registers."""
+    return head_dim * dtype.itemsize <= 512
+
+
+def max_group(head_dim: int, dtype: torch.dtype) -> int:
+    """Query heads that may share a KV head; where a key is long, fewer rows spare registers."""
+    return 32 if dtype.itemsize > 2 or head_dim > 128 else 64
 
 
 def why_not(
@@ -18,20 +34,23 @@ def why_not(
     dtype: torch.dtype,
     geometries: Iterable[tuple[int, int, int]],  # (Hq, Hkv, D) of the layers
     block_size: int,
+    vocab_size: int = 0,
 ) -> str | None:
     """Why a model's passes cannot run in these kernels; None if they can."""
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if device.type != "cuda" and not interpreted:
+    if device.type != "cuda" and not interpreted():
         return f"device {str(device)!r} is no CUDA device (Triton's interpreter, TRITON_INTERPRET=1, is for tests)"
     if not BLOCK_SIZES[0] <= block_size <= BLOCK_SIZES[1] or block_size & (block_size - 1):
         return f"block_size={block_size} is no power of two from {BLOCK_SIZES[0]} to {BLOCK_SIZES[1]}"
     if dtype not in DTYPES:
         return f"{dtype} is not one of {', '.join(map(str, DTYPES))}"
+    if vocab_size > MAX_VOCAB_SIZE:
+        return f"a vocabulary of {vocab_size} is larger than {MAX_VOCAB_SIZE}"
     for num_heads, num_kv_heads, head_dim in geometries:
-        if not HEAD_DIMS[0] <= head_dim <= HEAD_DIMS[1]:
-            return f"a layer's head_dim={head_dim} is not in {HEAD_DIMS[0]}..{HEAD_DIMS[1]}"
-        if dtype == torch.float32 and head_dim > 128 and not interpreted:
-            return f"a layer's head_dim={head_dim} in float32 does not fit into registers; at most 128 do"
-        if num_heads // num_kv_heads > MAX_GROUP:
-            return f"a layer has {num_heads // num_kv_heads} query heads for a KV head, more than {MAX_GROUP}"
+        if head_dim not in HEAD_DIMS and not (interpreted() and HEAD_DIMS[0] // 2 <= head_dim < HEAD_DIMS[-1]):
+            return f"a layer's head_dim={head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
+        if not fits(head_dim, dtype):
+            return f"a layer's head_dim={head_dim} in {dtype} does not fit into registers"
+        group, limit = num_heads // num_kv_heads, max_group(head_dim, dtype)
+        if group > limit:
+            return f"a layer has {group} query heads for a KV head, and at most {limit} fit with head_dim={head_dim}"
     return None

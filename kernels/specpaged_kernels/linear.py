@@ -11,12 +11,17 @@ Both are ((s0 + s1) + s2) + b. Tiles may differ in rows and columns, for which s
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from specpaged_kernels.jit import TYPES, Variant, kernel
+from specpaged_kernels.limits import DTYPES
 
 MAX_SPLIT_ROWS = 64  # rows up to which the splits of K are programs of their own
 
@@ -44,11 +49,14 @@ def choose_tiles(num_rows: int, out_features: int, in_features: int, dtype: torc
     return Tiles(128 if many else 64, block_n, block_k, split_len, 8 if many else 4, 3 if dtype.itemsize > 2 else 4)
 
 
-@triton.jit
+@kernel(
+    "x", "weight", "output", "partial", "in_features", "out_features", "split_len",
+    "stride_x", "stride_weight", "stride_output",
+)  # fmt: skip
 def _linear_kernel(
     x, weight, bias, output, partial,
-    num_rows, out_features, in_features, stride_x, stride_weight, stride_output,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_LEN: tl.constexpr,
+    num_rows, out_features, in_features, split_len, stride_x, stride_weight, stride_output,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     APART: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     # Neighbouring programs share the weight's tile: it is read once from memory.
@@ -58,14 +66,14 @@ def _linear_kernel(
     in_rows = rows < num_rows
     in_columns = columns < out_features
     steps = tl.arange(0, BLOCK_K)
-    begin_split, end_split = 0, tl.cdiv(in_features, SPLIT_LEN)
+    begin_split, end_split = 0, tl.cdiv(in_features, split_len)
     if APART:
         begin_split = tl.program_id(1)
         end_split = begin_split + 1
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for split in range(begin_split, end_split):
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        for start in range(split * SPLIT_LEN, tl.minimum((split + 1) * SPLIT_LEN, in_features), BLOCK_K):
+        for start in range(split * split_len, tl.minimum((split + 1) * split_len, in_features), BLOCK_K):
             k = start + steps
             in_k = k < in_features
             x_tile = tl.load(
@@ -86,7 +94,7 @@ def _linear_kernel(
         tl.store(output_ptrs, total.to(output.dtype.element_ty), mask=stored)
 
 
-@triton.jit
+@kernel("partial", "bias", "output", "out_features", "stride_output")
 def _merge_kernel(
     partial, bias, output, num_rows, out_features, num_splits, stride_output,
     BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr,
@@ -102,6 +110,35 @@ def _merge_kernel(
     if HAS_BIAS:
         total += tl.load(bias + columns, mask=mask, other=0.0).to(tl.float32)
     tl.store(output + row * stride_output + columns, total.to(output.dtype.element_ty), mask=mask)
+
+
+def _linear_constants(tiles: Tiles, apart: bool, has_bias: bool) -> dict[str, Any]:
+    return {
+        "BLOCK_M": tiles.block_m,
+        "BLOCK_N": tiles.block_n,
+        "BLOCK_K": tiles.block_k,
+        "APART": apart,
+        "HAS_BIAS": has_bias,
+        "num_warps": tiles.num_warps,
+        "num_stages": tiles.num_stages,
+        "enable_fp_fusion": False,
+    }
+
+
+def _merge_constants(has_bias: bool) -> dict[str, Any]:
+    return {"BLOCK": 1024, "HAS_BIAS": has_bias, "num_warps": 4, "enable_fp_fusion": False}
+
+
+def variants() -> Iterator[Variant]:
+    """All that `linear` launches."""
+    for dtype in DTYPES:
+        types = {name: f"*{TYPES[dtype]}" for name in ("x", "weight", "bias", "output", "partial")}
+        few, many = (choose_tiles(rows, 4096, 4096, dtype) for rows in (1, MAX_SPLIT_ROWS + 1))
+        yield Variant(_linear_kernel, types | {"partial": "*fp32"}, _linear_constants(few, True, False))
+        for has_bias in (False, True):
+            for tiles in (few, many):
+                yield Variant(_linear_kernel, types, _linear_constants(tiles, False, has_bias))
+            yield Variant(_merge_kernel, types | {"partial": "*fp32"}, _merge_constants(has_bias))
 
 
 def linear(
@@ -125,15 +162,13 @@ def linear(
     num_tiles = triton.cdiv(num_rows, tiles.block_m) * triton.cdiv(out_features, tiles.block_n)
     _linear_kernel[(num_tiles, num_splits if apart else 1)](
         x, weight, bias, output, partial,
-        num_rows, out_features, in_features, x.stride(0), weight.stride(0), output.stride(0),
-        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, SPLIT_LEN=tiles.split_len,
-        APART=apart, HAS_BIAS=has_bias,
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages, enable_fp_fusion=False,
+        num_rows, out_features, in_features, tiles.split_len, x.stride(0), weight.stride(0), output.stride(0),
+        **_linear_constants(tiles, apart, has_bias and not apart),
     )  # fmt: skip
     if apart:
         _merge_kernel[(num_rows, triton.cdiv(out_features, 1024))](
             partial, bias, output, num_rows, out_features, num_splits, output.stride(0),
-            BLOCK=1024, HAS_BIAS=has_bias, num_warps=4, enable_fp_fusion=False,
+            **_merge_constants(has_bias),
         )  # fmt: skip
     return output
 

@@ -10,13 +10,15 @@ context, owns block 1 and prefills d e. Six rows of room:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from specpaged_kernels.jit import Variant, kernel
 from specpaged_kernels.paged_attention import MAX_SPLIT_TOKENS, WorkList, work_list_ref
 
 
@@ -33,13 +35,12 @@ class Packed:
     work_list: WorkList  # of paged_attention, with room for W items
 
 
-@triton.jit
+@kernel()
 def _pack_kernel(
     new_token_ids, cu_new_lens, drafts, num_drafts, num_logits, context_lens, page_table,
     token_ids, positions, slot_mapping, cu_query_lens, logits_idx, cu_logits, item_seq, cu_items,
-    num_seqs, num_rows, max_logits, max_items, stride_drafts, stride_table,
-    BLOCK_B: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    TOKENS: tl.constexpr, SPLIT_LEN: tl.constexpr, MAX_SPLIT_TOKENS: tl.constexpr,
+    num_seqs, num_rows, max_logits, max_items, block_size, tokens, split_len, stride_drafts, stride_table,
+    BLOCK_B: tl.constexpr, BLOCK_T: tl.constexpr, MAX_SPLIT_TOKENS: tl.constexpr,
 ):  # fmt: skip
     """One program per sequence, each with its own prefix sums, and one for the filler."""
     b = tl.program_id(0)
@@ -48,8 +49,8 @@ def _pack_kernel(
     new_lens = tl.load(cu_new_lens + idx + 1, mask=exists, other=0) - tl.load(cu_new_lens + idx, mask=exists, other=0)
     lens = new_lens + tl.load(num_drafts + idx, mask=exists, other=0)
     contexts = tl.load(context_lens + idx, mask=exists, other=0)
-    splits = tl.where(lens <= MAX_SPLIT_TOKENS, tl.cdiv(contexts + lens, SPLIT_LEN), 1)
-    items = tl.cdiv(lens, TOKENS) * splits
+    splits = tl.where(lens <= MAX_SPLIT_TOKENS, tl.cdiv(contexts + lens, split_len), 1)
+    items = tl.cdiv(lens, tokens) * splits
     logits = tl.load(num_logits + idx, mask=exists, other=0)
     row = tl.sum(tl.where(idx < b, lens, 0))
     item = tl.sum(tl.where(idx < b, items, 0))
@@ -80,10 +81,10 @@ def _pack_kernel(
         draft = tl.load(drafts + b * stride_drafts + t - new_len, mask=drafted, other=0)
         position = (context + t).to(tl.int64)
         table = page_table + b.to(tl.int64) * stride_table
-        block = tl.load(table + position // BLOCK_SIZE, mask=t < length, other=0).to(tl.int64)
+        block = tl.load(table + position // block_size, mask=t < length, other=0).to(tl.int64)
         tl.store(token_ids + row + t, tl.where(drafted, draft, known), mask=t < length)
         tl.store(positions + row + t, position, mask=t < length)
-        tl.store(slot_mapping + row + t, block * BLOCK_SIZE + position % BLOCK_SIZE, mask=t < length)
+        tl.store(slot_mapping + row + t, block * block_size + position % block_size, mask=t < length)
     wanted = tl.load(num_logits + b)
     for start in range(0, wanted, BLOCK_T):
         j = start + steps
@@ -91,6 +92,30 @@ def _pack_kernel(
     num_items = tl.sum(tl.where(idx == b, items, 0))
     for start in range(0, num_items, BLOCK_T):
         tl.store(item_seq + item + start + steps, tl.zeros([BLOCK_T], tl.int32) + b, mask=start + steps < num_items)
+
+
+BLOCKS = (64, 1024)  # sequences, the next of these
+
+
+def _block(num_seqs: int) -> int:
+    for block in BLOCKS:
+        if num_seqs <= block:
+            return block
+    raise ValueError(f"a batch has {num_seqs} sequences; allowed: up to {BLOCKS[-1]}")
+
+
+def _constants(block: int) -> dict[str, Any]:
+    return {"BLOCK_B": block, "BLOCK_T": 64, "MAX_SPLIT_TOKENS": MAX_SPLIT_TOKENS, "num_warps": 1 if block < 128 else 4}
+
+
+def variants() -> Iterator[Variant]:
+    """All that `pack` launches."""
+    wide = ("new_token_ids", "drafts", "token_ids", "positions", "slot_mapping", "logits_idx")
+    narrow = ("cu_new_lens", "num_drafts", "num_logits", "context_lens", "page_table", "cu_query_lens", "cu_logits",
+              "item_seq", "cu_items")  # fmt: skip
+    types = {name: "*i64" for name in wide} | {name: "*i32" for name in narrow}
+    for block in BLOCKS:
+        yield Variant(_pack_kernel, types, _constants(block))
 
 
 def pack(
@@ -117,9 +142,8 @@ def pack(
     _pack_kernel[(num_seqs + 1,)](
         new_token_ids, cu_new_lens, drafts, num_drafts, num_logits, context_lens, page_table,
         *rows, bounds[0], logits_idx, bounds[1], item_seq, bounds[2],
-        num_seqs, num_rows, max_logits, max_items, drafts.stride(0), page_table.stride(0),
-        BLOCK_B=triton.next_power_of_2(num_seqs), BLOCK_T=64, BLOCK_SIZE=block_size,
-        TOKENS=tokens, SPLIT_LEN=split_len, MAX_SPLIT_TOKENS=MAX_SPLIT_TOKENS, num_warps=1,
+        num_seqs, num_rows, max_logits, max_items, block_size, tokens, split_len,
+        drafts.stride(0), page_table.stride(0), **_constants(_block(num_seqs)),
     )  # fmt: skip
     return Packed(*rows, bounds[0], logits_idx, bounds[1], WorkList(item_seq, bounds[2]))
 

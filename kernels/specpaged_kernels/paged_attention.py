@@ -19,12 +19,17 @@ zeros to it: a row gets the same bits in a one-token decode, a (K+1)-token verif
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from specpaged_kernels.jit import TYPES, Variant, kernel
+from specpaged_kernels.limits import BLOCK_SIZES, DTYPES, HEAD_DIMS, fits, max_group
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -48,10 +53,11 @@ class Tiles:
 
 
 def choose_tiles(head_dim: int, group: int, dtype: torch.dtype) -> Tiles:
-    """Eight query tokens a block or more, as far as 64 rows go; never a function of K or the batch."""
-    block_m = 32 if group <= 4 else 64
-    wide = head_dim * dtype.itemsize > 256  # bytes of a key: smaller tiles spare registers and shared memory
-    num_warps = 8 if block_m * head_dim > 4096 else 4  # two sums of that size stay in registers
+    """Eight query tokens a block, or what registers allow; never a function of K or the batch."""
+    block_m = 32 if group <= 4 else max_group(head_dim, dtype)
+    wide = head_dim > 128 or dtype.itemsize > 2
+    # Two sums of [block_m, head_dim] stay in registers.
+    num_warps = 8 if block_m * head_dim > 4096 or (block_m == 64 and head_dim == 64) or (wide and head_dim > 64) else 4
     return Tiles(block_m, 32 if wide else 64, 1024, num_warps, 2 if wide else 3)
 
 
@@ -95,7 +101,10 @@ def _store_rows(acc, row_max, row_sum, out_ptrs, stored, valid, sinks, head):
     tl.store(out_ptrs, (acc / row_sum[:, None]).to(out_ptrs.dtype.element_ty), mask=stored)
 
 
-@triton.jit(do_not_specialize=["num_seqs", "num_rows", "group", "block_size", "window", "stride_table"])
+@kernel(
+    "query", "kv_pool", "output", "partial_acc", "stride_query_row", "stride_query_head",
+    "stride_pool_slot", "stride_pool_kv", "stride_pool_head", "stride_output_row", "stride_output_head",
+)  # fmt: skip
 def _attend_kernel(
     query, kv_pool, page_table, cu_query_lens, context_lens, item_seq, cu_items, sinks,
     output, partial_acc, partial_max, partial_sum,
@@ -198,7 +207,7 @@ def _attend_kernel(
         tl.store(partial_acc + partial_row[:, None] * HEAD_DIM + dims[None, :], acc, mask=stored)
 
 
-@triton.jit(do_not_specialize=["num_seqs", "group", "window"])
+@kernel("output", "partial_acc", "stride_output_row", "stride_output_head")
 def _merge_kernel(
     cu_query_lens, context_lens, item_seq, cu_items, sinks, output, partial_acc, partial_max, partial_sum,
     num_seqs, group, window, stride_output_row, stride_output_head,
@@ -273,6 +282,50 @@ def work_list_ref(
     )
 
 
+def _merge_constants(head_dim: int, tiles: Tiles) -> dict[str, Any]:
+    return {
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": triton.next_power_of_2(head_dim),
+        "BLOCK_M": tiles.block_m,
+        "SPLIT_LEN": tiles.split_len,
+        "MAX_SPLIT_TOKENS": MAX_SPLIT_TOKENS,
+        "num_warps": tiles.num_warps,
+        "enable_fp_fusion": False,
+    }
+
+
+def _attend_constants(head_dim: int, tiles: Tiles, small_blocks: bool, has_softcap: bool) -> dict[str, Any]:
+    return _merge_constants(head_dim, tiles) | {
+        "BLOCK_N": tiles.block_n,
+        "SMALL_BLOCKS": small_blocks,
+        "HAS_SOFTCAP": has_softcap,
+        "num_stages": 2 if has_softcap else tiles.num_stages,
+    }
+
+
+def _looks_up_each(block_size: int, head_dim: int, dtype: torch.dtype, has_softcap: bool, tiles: Tiles) -> bool:
+    """Whether every position's block is looked up. Large blocks don't need it; where that is rarely a matter of speed,
+    one variant serves all."""
+    return block_size < tiles.block_n or head_dim <= 32 or dtype == torch.float32 or has_softcap
+
+
+def variants() -> Iterator[Variant]:
+    """All that `paged_attention` launches for what `limits` lets through."""
+    for dtype in DTYPES:
+        for head_dim in (d for d in HEAD_DIMS if fits(d, dtype)):
+            for tiles in dict.fromkeys(choose_tiles(head_dim, group, dtype) for group in (1, 8)):
+                of_dtype = {name: f"*{TYPES[dtype]}" for name in ("query", "kv_pool", "output")}
+                floats = {name: "*fp32" for name in ("sinks", "partial_acc", "partial_max", "partial_sum")}
+                ints = {name: "*i32" for name in ("cu_query_lens", "context_lens", "item_seq", "cu_items")}
+                types = floats | ints | {"output": of_dtype["output"]}
+                yield Variant(_merge_kernel, types, _merge_constants(head_dim, tiles))
+                types = types | of_dtype | {"page_table": "*i32", "scale_log2": "fp32", "softcap": "fp32"}
+                for has_softcap in (False, True):
+                    ways = {_looks_up_each(size, head_dim, dtype, has_softcap, tiles) for size in BLOCK_SIZES}
+                    for way in sorted(ways):
+                        yield Variant(_attend_kernel, types, _attend_constants(head_dim, tiles, way, has_softcap))
+
+
 def paged_attention(
     query: Tensor,  # [N, Hq, D] dtype
     kv_pool: Tensor,  # [P * S, 2, Hkv, D] dtype; [:, 0] keys, [:, 1] values; holds this pass's tokens already
@@ -302,28 +355,19 @@ def paged_attention(
     if sinks is None:
         sinks = torch.full((num_heads,), float("-inf"), device=query.device)
     window = NO_WINDOW if window is None else window
-    shared = {
-        "HEAD_DIM": head_dim,
-        "BLOCK_D": triton.next_power_of_2(head_dim),
-        "BLOCK_M": tiles.block_m,
-        "SPLIT_LEN": tiles.split_len,
-        "MAX_SPLIT_TOKENS": MAX_SPLIT_TOKENS,
-        "num_warps": tiles.num_warps,
-        "enable_fp_fusion": False,
-    }
+    small_blocks = _looks_up_each(block_size, head_dim, query.dtype, softcap is not None, tiles)
     _attend_kernel[(num_items + 1, num_kv_heads)](
         query, kv_pool, page_table, cu_query_lens, context_lens, work_list.item_seq, work_list.cu_items, sinks,
         output, partial_acc, partial_max, partial_sum,
         num_seqs, num_rows, group, block_size, window, scale_log2, (softcap or 0.0) * LOG2_E.value,
         query.stride(0), query.stride(1), kv_pool.stride(0), kv_pool.stride(1), kv_pool.stride(2),
         page_table.stride(0), output.stride(0), output.stride(1),
-        BLOCK_N=tiles.block_n, SMALL_BLOCKS=block_size < tiles.block_n, HAS_SOFTCAP=softcap is not None,
-        num_stages=tiles.num_stages, **shared,
+        **_attend_constants(head_dim, tiles, small_blocks, softcap is not None),
     )  # fmt: skip
     _merge_kernel[(num_items, num_kv_heads)](
         cu_query_lens, context_lens, work_list.item_seq, work_list.cu_items, sinks,
         output, partial_acc, partial_max, partial_sum,
-        num_seqs, group, window, output.stride(0), output.stride(1), **shared,
+        num_seqs, group, window, output.stride(0), output.stride(1), **_merge_constants(head_dim, tiles),
     )  # fmt: skip
     return output
 

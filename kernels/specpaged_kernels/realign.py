@@ -9,16 +9,24 @@ Three sequences after a round that accepted 2, 0 and 1 of its drafts; o: valid, 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from specpaged_kernels.jit import TYPES, Variant, kernel
+from specpaged_kernels.limits import DTYPES, HEAD_DIMS
 
-@triton.jit
+BLOCK_L = 64  # positions of a program
+
+
+@kernel("cache", "output", "stride_seq", "stride_head", "stride_position")
 def _realign_kernel(
-    cache, starts, lengths, output, new_length, stride_seq, stride_head, stride_position,
-    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_L: tl.constexpr,
+    cache, starts, lengths, output, num_heads, new_length, stride_seq, stride_head, stride_position,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
     seq = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -31,8 +39,20 @@ def _realign_kernel(
     in_head = (dims < HEAD_DIM)[None, :]
     pointers = cache + seq * stride_seq + head * stride_head + source.to(tl.int64)[:, None] * stride_position
     rows = tl.load(pointers + dims[None, :], mask=valid[:, None] & in_head, other=0.0)
-    target = ((seq * NUM_HEADS + head) * new_length + position)[:, None] * HEAD_DIM + dims[None, :]
+    target = ((seq * num_heads + head) * new_length + position)[:, None] * HEAD_DIM + dims[None, :]
     tl.store(output + target, rows, mask=(position < new_length)[:, None] & in_head)
+
+
+def _constants(head_dim: int) -> dict[str, Any]:
+    return {"HEAD_DIM": head_dim, "BLOCK_D": triton.next_power_of_2(head_dim), "BLOCK_L": BLOCK_L, "num_warps": 4}
+
+
+def variants() -> Iterator[Variant]:
+    """All that `realign` launches for HEAD_DIMS."""
+    for dtype in DTYPES:
+        types = {name: f"*{TYPES[dtype]}" for name in ("cache", "output")} | {"starts": "*i32", "lengths": "*i32"}
+        for head_dim in HEAD_DIMS:
+            yield Variant(_realign_kernel, types, _constants(head_dim))
 
 
 def realign(
@@ -44,10 +64,8 @@ def realign(
     """What `realign_ref` says; every kept element is read once and written once."""
     num_seqs, num_heads, _, head_dim = cache.shape
     output = torch.empty(num_seqs, num_heads, new_length, head_dim, dtype=cache.dtype, device=cache.device)
-    block_l = 64
-    _realign_kernel[(num_seqs, num_heads, triton.cdiv(new_length, block_l))](
-        cache, starts, lengths, output, new_length, *cache.stride()[:3],
-        NUM_HEADS=num_heads, HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), BLOCK_L=block_l, num_warps=4,
+    _realign_kernel[(num_seqs, num_heads, triton.cdiv(new_length, BLOCK_L))](
+        cache, starts, lengths, output, num_heads, new_length, *cache.stride()[:3], **_constants(head_dim)
     )  # fmt: skip
     return output
 

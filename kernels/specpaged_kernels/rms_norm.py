@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from specpaged_kernels.jit import TYPES, Variant, kernel
+from specpaged_kernels.limits import DTYPES
 
-@triton.jit
+BLOCKS = (128, 1024, 4096, 16384)  # elements of a row, the next of these
+
+
+@kernel("x", "residual", "weight", "output", "stride_x", "stride_residual", "stride_output")
 def _rms_norm_kernel(
     x, residual, weight, output, size, eps, weight_offset, stride_x, stride_residual, stride_output,
     BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
@@ -28,6 +35,28 @@ def _rms_norm_kernel(
     tl.store(output + row * stride_output + columns, (values * scale * weights).to(x.dtype.element_ty), mask=mask)
 
 
+def _block(size: int) -> int:
+    for block in BLOCKS:
+        if size <= block:
+            return block
+    raise ValueError(f"x has rows of {size}; allowed: up to {BLOCKS[-1]}")
+
+
+def _constants(block: int, has_residual: bool) -> dict[str, Any]:
+    num_warps = min(16, max(1, block // 512))
+    return {"BLOCK": block, "HAS_RESIDUAL": has_residual, "num_warps": num_warps, "enable_fp_fusion": False}
+
+
+def variants() -> Iterator[Variant]:
+    """All that `rms_norm` launches."""
+    for dtype in DTYPES:
+        types = {name: f"*{TYPES[dtype]}" for name in ("x", "residual", "weight", "output")}
+        types |= {"eps": "fp32", "weight_offset": "fp32"}
+        for block in BLOCKS:
+            for has_residual in (False, True):
+                yield Variant(_rms_norm_kernel, types, _constants(block, has_residual))
+
+
 def rms_norm(
     x: Tensor,  # [N, H] dtype
     weight: Tensor,  # [H] dtype
@@ -41,7 +70,7 @@ def rms_norm(
     _rms_norm_kernel[(num_rows,)](
         x, x if residual is None else residual, weight, output, size, eps, weight_offset,
         x.stride(0), 0 if residual is None else residual.stride(0), output.stride(0),
-        BLOCK=triton.next_power_of_2(size), HAS_RESIDUAL=residual is not None, num_warps=4, enable_fp_fusion=False,
+        **_constants(_block(size), residual is not None),
     )  # fmt: skip
     return output
 

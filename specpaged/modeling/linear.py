@@ -64,6 +64,17 @@ def _triton_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return linear(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], -1)
 
 
+def _aligned(weight: Tensor) -> Tensor:
+    """[N, K] -> [N up to a multiple of 16, K], contiguous and aligned, as the kernel's wide stores and loads want it.
+
+    Mostly the tensor itself; but vocabularies have any size, and a mapped file's tensors lie anywhere.
+    """
+    filler = -len(weight) % 16
+    if filler:
+        return F.pad(weight, (0, 0, 0, filler))
+    return weight if weight.is_contiguous() and weight.data_ptr() % 16 == 0 else weight.clone().contiguous()
+
+
 def _column_major(weight: Tensor) -> Tensor:
     """The same values with F.linear's inner loop along N: with weights that are not in the cache, as in a whole model,
     a call takes half the time. The copy is aligned, as MKL's results may depend on that and a mapped file's tensors
@@ -91,8 +102,10 @@ class RowExactLinear(nn.Module):
         if self.packed:
             self.operand = _pack(weight.contiguous())
         else:
-            self.operand = weight.contiguous() if self.triton else _column_major(weight)
+            self.operand = _aligned(weight) if self.triton else _column_major(weight)
         self.bias = None if bias is None else bias.clone()
+        if self.triton and bias is not None:
+            self.bias = F.pad(bias, (0, len(self.operand) - len(bias)))
         self._upcast = scheme.upcast
         self._multiple, self._min, self._max = scheme.row_multiple, scheme.min_rows, scheme.max_rows
 
@@ -100,7 +113,7 @@ class RowExactLinear(nn.Module):
         if self._upcast:
             x = x.float()
         if self.triton:
-            y = _triton_linear(x, self.operand, self.bias)
+            y = _triton_linear(x, self.operand, self.bias)[..., : self.out_features]
         elif self.packed:
             y = _packed_linear(x, self.operand, self.bias)
         else:

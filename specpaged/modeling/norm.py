@@ -30,7 +30,8 @@ class KernelRMSNorm(nn.Module):
         super().__init__()
         from specpaged_kernels.rms_norm import rms_norm  # where it is wanted: defining kernels takes a second
 
-        self.weight = nn.Parameter(weight, requires_grad=False)
+        # A copy, as the kernel wants it aligned, and a mapped file's tensors lie anywhere.
+        self.weight = nn.Parameter(weight.clone(), requires_grad=False)
         self.eps = eps
         self._rms_norm = rms_norm
 

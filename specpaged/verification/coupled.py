@@ -11,6 +11,7 @@ from torch import Tensor
 from specpaged.sampling.batch import SamplingBatch
 from specpaged.verification.base import VerifyOutput, output_logprobs, verify_rows
 from specpaged.verification.greedy import accept_matching
+from specpaged_kernels.limits import MAX_ROWS
 
 if TYPE_CHECKING:
     from specpaged.drafting.base import DraftOutput
@@ -30,7 +31,7 @@ class CoupledVerifier:
         """See Verifier.verify."""
         request_idx, num_drafts_seen = verify_rows(draft.token_ids)
         processed = sampling.process(logits, request_idx, num_drafts_seen, draft.token_ids)
-        if sampling.backend == "triton":
+        if sampling.backend == "triton" and max(map(len, draft.token_ids), default=0) < MAX_ROWS:
             keys = sampling.noise_keys(request_idx, num_drafts_seen)
             token_ids, num_accepted, failed = _accept_on_device(processed, draft.token_ids, keys)
         else:

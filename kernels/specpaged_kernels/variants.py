@@ -1,0 +1,117 @@
+"""Everything that can be launched, compiled ahead of time: `python -m specpaged_kernels.variants`.
+
+No GPU is needed. Registers, stack (which spilling needs) and shared memory are those of ptxas.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import triton
+from tqdm import tqdm
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from specpaged_kernels import accept, limits, linear, pack, paged_attention, realign, rms_norm, store_kv
+from specpaged_kernels.jit import OPTIONS, Variant
+
+OPERATIONS = (paged_attention, store_kv, pack, accept, linear, rms_norm, realign)
+ARCHS = (80, 90)
+_RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+)")
+
+
+def all_variants() -> Iterator[Variant]:
+    """Of every operation."""
+    for operation in OPERATIONS:
+        yield from operation.variants()
+
+
+def name(variant: Variant) -> str:
+    """The operation, its kernel, dtypes and constants."""
+    function = variant.kernel.fn
+    kinds = sorted({kind for kind in variant.types.values() if kind[1:] in ("fp16", "bf16", "fp32")})
+    constants = " ".join(f"{key}={value}" for key, value in variant.constants.items() if key not in OPTIONS)
+    return f"{function.__module__.rpartition('.')[2]}.{function.__name__} {' '.join(kinds)} {constants}"
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What a variant takes of one kind of device."""
+
+    name: str
+    arch: int
+    registers: int
+    stack_bytes: int
+    shared_bytes: int
+
+
+def compile_variant(variant: Variant, arch: int) -> Compiled:
+    """Compile for sm_`arch`, with what `jit.kernel` lets Triton assume of the arguments."""
+    kernel = variant.kernel
+    options = {key: value for key, value in variant.constants.items() if key in OPTIONS}
+    signature, constants, attributes = {}, {}, {}
+    for i, parameter in enumerate(kernel.params):
+        if parameter.is_constexpr:
+            signature[parameter.name] = "constexpr"
+            constants[i,] = variant.constants[parameter.name]
+            continue
+        signature[parameter.name] = variant.types.get(parameter.name, "i32")
+        if not parameter.do_not_specialize:
+            attributes[i,] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    with tempfile.TemporaryDirectory() as directory:
+        cubin = Path(directory) / "kernel.cubin"
+        cubin.write_bytes(compiled.asm["cubin"])
+        tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+        usage = subprocess.run([tool, "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
+    registers, stack = map(int, _RESOURCES.search(usage).groups())
+    return Compiled(name(variant), arch, registers, stack, compiled.metadata.shared)
+
+
+def _compile_named(named: tuple[str, int]) -> Compiled:
+    """In another process, to which a kernel cannot be sent."""
+    wanted, arch = named
+    return compile_variant(next(variant for variant in all_variants() if name(variant) == wanted), arch)
+
+
+def compile_all(variants: Sequence[Variant], archs: Sequence[int], jobs: int) -> Iterator[Compiled]:
+    """Each variant for each architecture, in `jobs` processes, as they are ready."""
+    named = [(name(variant), arch) for variant in variants for arch in archs]
+    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
+        yield from pool.imap_unordered(_compile_named, named)
+
+
+def main() -> None:
+    """Print a table, and end in one line of JSON with --json."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--arch", type=int, action="append", help=f"sm_ARCH; default: {', '.join(map(str, ARCHS))}")
+    parser.add_argument("--only", default="", help="variants whose name holds this")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
+    parser.add_argument("--json", action="store_true", help="one line instead of the table")
+    arguments = parser.parse_args()
+    if limits.interpreted():
+        parser.error("TRITON_INTERPRET=1 is set; allowed: unset, as the interpreter compiles nothing")
+    variants = [variant for variant in all_variants() if arguments.only in name(variant)]
+    archs = arguments.arch or ARCHS
+    progress = tqdm(compile_all(variants, archs, arguments.jobs), total=len(variants) * len(archs), unit="variant")
+    compiled = sorted(progress, key=lambda entry: (entry.name, entry.arch))
+    if arguments.json:
+        print(json.dumps([asdict(entry) for entry in compiled]))
+        return
+    print(f"{'sm':>3} {'registers':>9} {'stack':>6} {'shared':>7}  variant")
+    for entry in compiled:
+        print(f"{entry.arch:>3} {entry.registers:>9} {entry.stack_bytes:>6} {entry.shared_bytes:>7}  {entry.name}")
+
+
+if __name__ == "__main__":
+    main()
