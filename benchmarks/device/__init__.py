@@ -1,0 +1,1 @@
+"""One run on a machine with a GPU: kernels against references, bandwidth, rollback, exactness."""

@@ -1,0 +1,151 @@
+"""`python -m benchmarks.device`: one run on a machine with a CUDA device, without a network, in under 8 minutes.
+
+It ends in a table and one line of JSON, and writes that line to benchmarks/results/device-<name>-<date>.json. With
+--smoke it tries itself on tiny shapes in Triton's interpreter: no figure of speed, and no file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.device import attention_speed, exactness, kernel_errors, linear_speed, rollback
+from benchmarks.device.scale import FULL, SMOKE
+from benchmarks.device.timing import Timer
+from benchmarks.environment import ROOT, environment
+from specpaged_kernels import limits
+
+RESULTS = ROOT / "benchmarks" / "results"
+console = Console(width=160)
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    """Run every section; a section that fails is reported and the others go on."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.device", description=__doc__)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON file")
+    parser.add_argument("--smoke", action="store_true", help="tiny shapes in Triton's interpreter, nothing is timed")
+    options = parser.parse_args(arguments)
+    if options.smoke != limits.interpreted():
+        parser.error("--smoke and TRITON_INTERPRET=1 go together: the interpreter times nothing")
+    if not options.smoke and not torch.cuda.is_available():
+        parser.error("torch sees no CUDA device here; allowed: a machine with one, or --smoke with TRITON_INTERPRET=1")
+    scale, timer = (SMOKE, None) if options.smoke else (FULL, Timer())
+    sections: dict[str, Callable[[], Any]] = {
+        "kernel_errors": lambda: kernel_errors.run(scale),
+        "exactness": lambda: exactness.run(scale),
+        "attention": lambda: attention_speed.run(scale, timer),
+    }
+    if timer is not None:
+        sections["bandwidth"] = lambda: {"copy": timer.copy_bandwidth(), "read": timer.read_bandwidth()}
+        sections["linear"] = lambda: linear_speed.run(scale, timer)
+        sections["rollback"] = lambda: rollback.run(scale, timer)
+        sections["end_to_end"] = lambda: exactness.end_to_end(scale)
+    result: dict[str, Any] = {"device": _device(scale.on_gpu), "environment": environment(torch.get_num_threads())}
+    for name, run in sections.items():
+        start = time.perf_counter()
+        console.print(f"[dim]{name} ...[/]", end=" ")
+        try:
+            result[name] = run()
+        except Exception as error:  # the rest of the run is worth having
+            result[name] = {"failed": f"{type(error).__name__}: {error}"[:2000]}
+        console.print(f"{'failed' if 'failed' in result[name] else 'done'}, {time.perf_counter() - start:.0f} s")
+        if scale.on_gpu:
+            torch.cuda.empty_cache()
+    _print_tables(result)
+    line = json.dumps(result)
+    if scale.on_gpu:
+        options.out.mkdir(parents=True, exist_ok=True)
+        device = re.sub(r"[^a-z0-9]+", "-", result["device"]["name"].lower()).strip("-")
+        (options.out / f"device-{device}-{datetime.date.today().isoformat()}.json").write_text(line + "\n")
+    print(line)
+    return result
+
+
+def _device(on_gpu: bool) -> dict[str, Any]:
+    import triton
+
+    versions = {"torch": torch.__version__, "triton": triton.__version__}
+    if not on_gpu:
+        return {"name": "Triton's interpreter", **versions}
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        "name": properties.name,
+        "multiprocessors": properties.multi_processor_count,
+        "memory_bytes": properties.total_memory,
+        "cuda": torch.version.cuda,
+        **versions,
+    }
+
+
+def _print_tables(result: dict[str, Any]) -> None:
+    for name in ("kernel_errors", "exactness", "end_to_end"):
+        if name in result:
+            console.print(f"[bold]{name}[/]")
+            console.print_json(data=result[name])
+    bandwidth = result.get("bandwidth", {}).get("read")
+    if bandwidth and isinstance(result["attention"], list):
+        console.print(f"bandwidth: copy {result['bandwidth']['copy'] / 1e9:.0f} GB/s, read {bandwidth / 1e9:.0f} GB/s")
+        console.print(_attention_table(result["attention"], result["bandwidth"]["copy"]))
+    if isinstance(result.get("linear"), list):
+        console.print(_linear_table(result["linear"]))
+    if isinstance(result.get("rollback"), list):
+        console.print(_rollback_table(result["rollback"]))
+
+
+def _attention_table(entries: list[dict[str, Any]], bandwidth: float) -> Table:
+    names = list(entries[0]["neighbours"])
+    table = Table(title="paged attention, bfloat16; us, and the share of the measured copy bandwidth")
+    for column in ("group", "B", "context", "q_len", "ours", "GB/s", "share", *names):
+        table.add_column(column, justify="right")
+    for entry in entries:
+        seconds = entry["ours"]["median"]
+        speed = entry["kv_bytes"] / seconds
+        others = [entry["neighbours"][name].get("median") for name in names]
+        table.add_row(
+            *(str(entry[key]) for key in ("group", "B", "context", "q_len")),
+            f"{seconds * 1e6:.0f}", f"{speed / 1e9:.0f}", f"{speed / bandwidth:.0%}",
+            *("-" if other is None else f"{other * 1e6:.0f}" for other in others),
+        )  # fmt: skip
+    return table
+
+
+def _linear_table(entries: list[dict[str, Any]]) -> Table:
+    table = Table(title="exact linear, all of a Qwen3-8B pass, bfloat16; ms", caption="by shape: cuBLAS / ours")
+    shapes = list(entries[0]["shapes"])
+    for column in ("M", "ours", "cuBLAS", "cuBLAS / ours", *shapes):
+        table.add_column(column, justify="right")
+    for entry in entries:
+        ratios = (entry["shapes"][name]["stock"]["median"] / entry["shapes"][name]["ours"]["median"] for name in shapes)
+        ours, stock = entry["ours"], entry["stock"]
+        table.add_row(
+            str(entry["M"]), f"{ours * 1e3:.2f}", f"{stock * 1e3:.2f}", f"{stock / ours:.2f}",
+            *(f"{ratio:.2f}" for ratio in ratios),
+        )  # fmt: skip
+    return table
+
+
+def _rollback_table(entries: list[dict[str, Any]]) -> Table:
+    table = Table(title="rollback of one round, all layers; us and bytes moved")
+    ways = ("truncate", "realign", "torch repad")
+    for column in ("B", "context", *ways, "MB moved by the dense ways"):
+        table.add_column(column, justify="right")
+    for entry in entries:
+        table.add_row(
+            str(entry["B"]), str(entry["context"]), *(f"{entry[way]['seconds'] * 1e6:.1f}" for way in ways),
+            f"{entry['realign']['bytes'] / 1e6:.0f}",
+        )  # fmt: skip
+    return table
+
+
+if __name__ == "__main__":
+    main()
