@@ -17,7 +17,7 @@ import triton
 
 TYPES = {
     torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64",
-    torch.bool: "i1",
+    torch.bool: "i1", torch.float64: "fp64",
 }  # fmt: skip
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from specpaged.sampling.batch import SamplingBatch
 from specpaged.verification.base import VerifyOutput, output_logprobs, verify_rows
+from specpaged.verification.device import accept_on_device, fits
 from specpaged.verification.greedy import accept_matching
-from specpaged_kernels.limits import MAX_ROWS
 
 if TYPE_CHECKING:
     from specpaged.drafting.base import DraftOutput
@@ -31,33 +29,11 @@ class CoupledVerifier:
         """See Verifier.verify."""
         request_idx, num_drafts_seen = verify_rows(draft.token_ids)
         processed = sampling.process(logits, request_idx, num_drafts_seen, draft.token_ids)
-        if sampling.backend == "triton" and max(map(len, draft.token_ids), default=0) < MAX_ROWS:
+        if sampling.backend == "triton" and fits(draft.token_ids):
             keys = sampling.noise_keys(request_idx, num_drafts_seen)
-            token_ids, num_accepted, failed = _accept_on_device(processed, draft.token_ids, keys)
+            token_ids, num_accepted, failed = accept_on_device(processed, draft.token_ids, keys)
         else:
             sampled, ok = sampling.sample(processed, request_idx, num_drafts_seen)
             token_ids, num_accepted, failed = accept_matching(draft.token_ids, sampled.tolist(), ok.tolist())
         logprobs = output_logprobs(logits, draft.token_ids, token_ids, sampling)
         return VerifyOutput(token_ids, num_accepted, failed, logprobs)
-
-
-def _accept_on_device(
-    logits: Tensor, drafts: Sequence[Sequence[int]], noise_keys: Tensor | None
-) -> tuple[list[list[int]], list[int], list[bool]]:
-    """As accept_matching, from logits [M, V]: one reading of them, and one answer to wait for."""
-    from specpaged_kernels.accept import accept
-
-    if not drafts:
-        return [], [], []
-    counts = [len(draft) for draft in drafts]
-    width = max(counts)
-    bounds = [0]
-    for count in counts:
-        bounds.append(bounds[-1] + count + 1)
-    padded = torch.tensor([[*draft, *[0] * (width - len(draft))] for draft in drafts], dtype=torch.int64)
-    cu_rows = torch.tensor(bounds, dtype=torch.int32)
-    accepted = accept(logits, padded.to(logits.device), cu_rows.to(logits.device), noise_keys)
-    columns = (accepted.num_outputs, accepted.num_accepted, accepted.ok)
-    answer = torch.cat([torch.stack([x.long() for x in columns], 1), accepted.token_ids], 1).tolist()
-    token_ids = [row[3 : 3 + row[0]] for row in answer]
-    return token_ids, [row[1] for row in answer], [not row[2] for row in answer]

@@ -15,6 +15,7 @@ from specpaged.sampling.batch import SamplingBatch
 from specpaged.sampling.elementwise import log_fp32_
 from specpaged.sampling.noise import ACCEPT, RECOVER, gumbel_noise, uniform
 from specpaged.verification.base import VerifyOutput, output_logprobs, verify_rows
+from specpaged.verification.device import fits, reject_on_device
 from specpaged.verification.greedy import accept_matching
 
 if TYPE_CHECKING:
@@ -36,6 +37,9 @@ class RejectionVerifier:
         drafts = draft.token_ids
         request_idx, num_drafts_seen = verify_rows(drafts)
         processed = sampling.process(logits, request_idx, num_drafts_seen, drafts)
+        if sampling.backend == "triton" and not sampling.all_greedy and fits(drafts):
+            token_ids, num_accepted, failed = reject_on_device(processed, draft, sampling, request_idx, num_drafts_seen)
+            return VerifyOutput(token_ids, num_accepted, failed, output_logprobs(logits, drafts, token_ids, sampling))
         sampled, ok = (x.tolist() for x in sampling.sample(processed, request_idx, num_drafts_seen))
         token_ids, num_accepted, failed = accept_matching(drafts, sampled, ok)
         # The rows that judge a draft token by chance, packed: `first_row` of M and `first` of these, per request.
