@@ -41,6 +41,7 @@ Seed = Annotated[int | None, typer.Option(min=0, help="Seed of sampled output; p
 DType = Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")]
 Numerics = Annotated[str, typer.Option(help=f"One of {', '.join(NUMERICS)}.")]
 AttentionBackend = Annotated[str, typer.Option(help=f"One of {', '.join(ATTENTION_BACKENDS)}.")]
+Device = Annotated[str, typer.Option(help="'cpu' or 'cuda[:index]'.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads of a pass. Default: torch's choice.")]
 Output = Annotated[Path | None, typer.Option(help="Write the completions as JSON lines.")]
 AsJson = Annotated[bool, typer.Option("--json", help="End in one line of JSON.")]
@@ -62,6 +63,7 @@ def generate(
     temperature: Temperature = 0.0,
     seed: Seed = None,
     dtype: DType = "auto",
+    device: Device = "cpu",
     numerics: Numerics = "exact",
     attention_backend: AttentionBackend = "auto",
     threads: Threads = None,
@@ -115,6 +117,7 @@ def verify(
     temperature: Temperature = 0.0,
     seed: Seed = None,
     dtype: DType = "auto",
+    device: Device = "cpu",
     numerics: Numerics = "exact",
     attention_backend: AttentionBackend = "auto",
     threads: Threads = None,
@@ -133,7 +136,7 @@ def verify(
     arguments = {name: value for name, value in locals().items() if name not in ("reference", "as_json")}
     from specpaged import reference as references
 
-    _checked(references.check_reference, reference, temperature, seed)
+    _checked(references.check_reference, reference, temperature)
     if temperature > 0 and seed is None:
         arguments["seed"] = 0  # both runs need the same seeds
     job = _prepare(arguments)
@@ -147,9 +150,9 @@ def verify(
         runs.append(_checked(references.run_transformers, job, transformers))
     if runs[-1].label != job.label:  # without a draft that run is done
         runs.append(_run(job, job.label))
-    _write_completions(job, runs[-1], output)
     mismatches = _checked(references.judge, job, runs, transformers)
     _print_verdict(job, runs, mismatches)
+    _write_completions(job, runs[-1], output)
     faults = [m for m in mismatches if m.label == "fault"]
     num_identical = len(job.records) - len({m.prompt_idx for m in mismatches})
     if as_json:

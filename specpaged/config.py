@@ -113,9 +113,10 @@ class EngineConfig:
     """Everything an engine needs beside the models. Sizes are in tokens, memory is in bytes.
 
     `kv_cache_memory_bytes` None takes what `max_num_seqs` full-length sequences need, at most 1 GiB on a CPU and
-    80 % of what is free on a GPU. `max_model_len` None takes the target's max_position_embeddings, or what that
-    memory holds of one sequence if that is less. `attention_backend` serves both models; "auto" is Triton's kernels on
-    a GPU, and the environment variable SPECPAGED_ATTENTION_BACKEND overrides it.
+    80 % of what is free on a GPU. `max_model_len` None takes the target's max_position_embeddings; where
+    `kv_cache_memory_bytes` is None, too, no more than that memory holds of one sequence. `attention_backend` serves
+    both models; "auto" is Triton's kernels on a GPU, and the environment variable SPECPAGED_ATTENTION_BACKEND
+    overrides it.
     """
 
     model: str = EMBEDDED_TARGET

@@ -261,7 +261,7 @@ class Engine:
         metrics.blocks_in_use = self.allocator.num_held
         metrics.peak_blocks_in_use = max(metrics.peak_blocks_in_use, self.allocator.num_held)
         finished: list[Sequence] = []
-        rollbacks: list[tuple[Sequence, int, int, int]] = []
+        rollbacks: list[tuple[Sequence, int, int, int]] = []  # see _roll_back
         results = zip(
             num_drafted, verified.token_ids, verified.num_accepted, verified.failed, verified.logprobs, strict=True
         )
@@ -278,15 +278,25 @@ class Engine:
                     metrics.record_draft(k, num_accepted)
                 num_emitted = sequence.emit(token_ids, logprobs)
                 metrics.emitted_tokens += num_emitted
-                if failed and sequence.finish_reason is None:
+                failed = failed and sequence.finish_reason is None
+                kept = min(num_accepted, num_emitted)
+                again = failed and k > 0 and sequence not in prompt_logits
+                if again:
+                    # NaN in a draft's own KV spoils the rows before it, though they may not read it, and plain
+                    # decoding would not have run it: once more without drafts, and none from here on.
+                    sequence.max_draft_tokens = 0
+                    rollbacks.append((sequence, entry.context_len, entry.context_len, entry.num_new_tokens + k))
+                elif kept < k:
+                    # target wrote    T + K       keeps T + a            (the new bonus token has no KV yet)
+                    # draft wrote     T + K - 1   keeps T + min(a, K-1)  (d_K was never run)
+                    rollbacks.append((sequence, num_known + kept, num_known + min(kept, k - 1), k - kept))
+                if failed and not again:
                     sequence.error = (
                         f"request {sequence.request_id!r}: the logits of output token "
                         f"{len(sequence.output_token_ids)} hold NaN or allow no token"
                     )
                 if sequence.finish_reason is not None or sequence.error is not None:
                     finished.append(sequence)
-                if k:
-                    rollbacks.append((sequence, num_known, k, min(num_accepted, num_emitted)))
             sequence.page_table.advance(TARGET, entry.num_new_tokens + k)
             if _runs_draft(entry):
                 _advance_draft(sequence.page_table, num_known + max(0, k - 1))
@@ -304,25 +314,17 @@ class Engine:
         return self._collect(finished)
 
     def _roll_back(self, rollbacks: SequenceOf[tuple[Sequence, int, int, int]]) -> None:
-        """Truncate both pools of each (sequence, T known tokens, K drafts, a of them kept).
-
-        target wrote    T + K       keeps T + a            (the new bonus token has no KV yet)
-        draft wrote     T + K - 1   keeps T + min(a, K-1)  (d_K was never run)
-        """
+        """Truncate both pools of each (sequence, target's new context, draft's at most, tokens taken back)."""
         start = time.perf_counter()
-        num_tokens = num_blocks = num_rollbacks = 0
-        for sequence, num_known, k, kept in rollbacks:
-            if kept == k:
-                continue
+        num_blocks = 0
+        for sequence, target_len, draft_len, _ in rollbacks:
             table = sequence.page_table
-            num_blocks += table.truncate(TARGET, num_known + kept)
+            num_blocks += table.truncate(TARGET, target_len)
             if len(table.context_lens) > DRAFT:
-                num_blocks += table.truncate(DRAFT, num_known + min(kept, k - 1))
-            num_tokens += k - kept
-            num_rollbacks += 1
+                num_blocks += table.truncate(DRAFT, min(draft_len, table.context_lens[DRAFT]))
         metrics = self.metrics
-        metrics.rollbacks += num_rollbacks
-        metrics.rolled_back_tokens += num_tokens
+        metrics.rollbacks += len(rollbacks)
+        metrics.rolled_back_tokens += sum(num_tokens for *_, num_tokens in rollbacks)
         metrics.rollback_blocks_freed += num_blocks
         metrics.rollback_seconds += time.perf_counter() - start
 

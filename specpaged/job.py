@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -34,6 +35,12 @@ class Run:
     def tokens_per_second(self) -> float:
         """Emitted tokens by wall time."""
         return sum(map(len, self.token_ids)) / self.seconds
+
+
+def _is_writable(path: Path) -> bool:
+    """Whether a file can be written there, over another or anew."""
+    place = path if path.exists() else path.absolute().parent
+    return not path.is_dir() and place.exists() and os.access(place, os.W_OK)
 
 
 @dataclass(frozen=True)
@@ -69,8 +76,12 @@ class Job:
             ValueError: naming the flag, its value and what is allowed.
         """
         records = evenly_spread(load_prompts(prompts), num_prompts)
-        if output is not None and (output.is_dir() or not output.absolute().parent.is_dir()):
-            raise ValueError(f"--output={str(output)!r} cannot be written; allowed: a file in a directory that exists")
+        if output is not None and not _is_writable(output):
+            raise ValueError(
+                f"--output={str(output)!r} cannot be written; allowed: a file in a directory that exists and is yours"
+            )
+        base = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed)
+        params = [base if seed is None else replace(base, seed=(seed + i) % 2**64) for i in range(len(records))]
         if threads is not None:
             torch.set_num_threads(threads)
         speculative: dict[str, Any] | None = {"num_speculative_tokens": num_speculative_tokens, "model": draft_model}
@@ -87,8 +98,6 @@ class Job:
         token_ids, num_clipped = clip(
             [llm.tokenizer.encode(record.text) for record in records], min(max_prompt_tokens or room, room)
         )
-        base = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed)
-        params = [base if seed is None else replace(base, seed=seed + i) for i in range(len(records))]
         return cls(llm, records, token_ids, params, num_clipped)
 
     @property

@@ -218,6 +218,9 @@ class LLM:
                 ) from None
             return prompt, self.tokenizer.encode(prompt)
         if isinstance(prompt, Mapping) and "prompt_token_ids" in prompt:
+            for key in prompt:
+                if key not in ("prompt_token_ids", "prompt"):
+                    raise ValueError(f"prompt has a key {key!r}; allowed: 'prompt_token_ids', and 'prompt' beside it")
             return prompt.get("prompt"), prompt["prompt_token_ids"]
         raise ValueError(f"prompt={_shown(prompt)} must be a string or {_TOKENS_FORM}")
 
@@ -254,6 +257,8 @@ def _engine_config(
                 f"model={str(model)!r}; allowed: a local path or hub id"
             )
         speculative_config = replace(speculative_config, model=EMBEDDED_DRAFT)
+    if speculative_config is not None:
+        speculative_config = replace(speculative_config, model=str(speculative_config.model))
     allowed = [name for name in EngineConfig.__dataclass_fields__ if name not in ("model", "speculative_config")]
     for name in engine_arguments:
         if name not in allowed:

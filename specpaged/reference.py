@@ -21,7 +21,7 @@ from specpaged.sampling_params import SamplingParams
 REFERENCES = ("plain", "hf")
 
 
-def check_reference(reference: str, temperature: float, seed: int | None) -> None:
+def check_reference(reference: str, temperature: float) -> None:
     """Raise ValueError for a reference that does not exist or cannot do what is asked."""
     if reference not in REFERENCES:
         raise ValueError(f"--reference={reference!r} is not known; allowed: {', '.join(REFERENCES)}")

@@ -75,6 +75,11 @@ BAD_REQUESTS = {
     "int prompt": (5, GOOD, "prompt=5 must be a string or {'prompt_token_ids': [...]}"),
     "none prompt": (None, GOOD, "prompt=None must be a string or {'prompt_token_ids': [...]}"),
     "other dict": ({"prompt": "x"}, GOOD, "prompt={'prompt': 'x'} must be a string or {'prompt_token_ids': [...]}"),
+    "unknown key": (
+        {"prompt_token_ids": [1, 2], "multi_modal_data": 5},
+        GOOD,
+        "prompt has a key 'multi_modal_data'; allowed: 'prompt_token_ids'",
+    ),
     "broken text": ("a\ud800", GOOD, "prompt='a\\ud800' has a lone surrogate at 1; allowed: text that UTF-8 can write"),
     "no text": ("the fox", GOOD, "prompt='the fox' is text, but model="),
     "no params": (ids(5), None, "params=None must be a SamplingParams"),

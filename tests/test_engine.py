@@ -10,6 +10,7 @@ import torch
 from specpaged import LLM, SamplingParams
 from specpaged.config import SpeculativeConfig
 from tests import toys
+from tests.poison import Poison
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
 
@@ -281,47 +282,36 @@ def test_nan_logits_end_their_request_only_and_its_blocks_can_be_reused(toy_pair
     prompts, params = toys.prompts(6), SamplingParams(max_tokens=24, **GREEDY)
     expected = token_ids(generate(plain, prompts, params))
     llm = make_llm(toy_pair, k=k, max_num_seqs=3, block_size=4, kv_cache_memory_bytes=70 * 4 * 512 * (2 if k else 1))
-    engine, forward, schedule = llm.engine, llm.engine.target.forward, llm.engine.scheduler.schedule
-    victim_blocks, reused_blocks = set(), set()
-
-    def victim():
-        marker = prompts[2]["prompt_token_ids"]
-        return next((s for s in engine.scheduler.running if s.token_ids[: len(marker)] == marker), None)
-
-    def schedule_over_nan():
-        for pool, runner in enumerate(filter(None, (engine.target, engine.draft))):
-            tables = [sequence.page_table for sequence in engine.scheduler]
-            owned = {slot for table in tables for slot in _slots(table.blocks, table.context_lens[pool], 4)}
-            runner.kv_cache.fill_unowned(owned)
-        if victim_blocks and victim() is None:
-            reused_blocks.update(b for s in engine.scheduler for b in s.page_table.blocks if b in victim_blocks)
-        return schedule()
-
-    def poisoned(batch):
-        logits, sequence = forward(batch), victim()
-        if sequence is not None and len(sequence.output_token_ids) >= 5:
-            victim_blocks.update(sequence.page_table.blocks)
-            owners = [n for n, count in enumerate(batch.num_logits) for _ in range(count)]
-            first_blocks = batch.page_table[:, 0].tolist()
-            rows = [r for r, n in enumerate(owners) if first_blocks[n] == sequence.page_table.blocks[0]]
-            logits[rows] = float("nan")
-        return logits
-
-    monkeypatch.setattr(engine.target, "forward", poisoned)
-    monkeypatch.setattr(engine.scheduler, "schedule", schedule_over_nan)
+    poison = Poison(llm, prompts[2]["prompt_token_ids"], 5, monkeypatch)
     outputs = generate(llm, prompts, params)
     assert "NaN" in outputs[2].error
     assert outputs[2].outputs[0].finish_reason == "error"
     assert outputs[2].outputs[0].token_ids == expected[2][0][: len(outputs[2].outputs[0].token_ids)]
     mates = [i for i in range(6) if i != 2]
     assert token_ids([outputs[i] for i in mates]) == [expected[i] for i in mates]
-    assert reused_blocks
+    assert poison.reused_blocks
     if k:
         assert llm.metrics.accepted_tokens > 50  # the draft's KV is read where it is valid, and only there
 
 
-def _slots(blocks, length, block_size):
-    return [blocks[p // block_size] * block_size + p % block_size for p in range(length)]
+@pytest.mark.parametrize("max_num_seqs", [1, 4])
+def test_a_draft_whose_kv_is_nan_changes_nothing(tmp_path, max_num_seqs):
+    """Token 0 has an embedding of NaN in the target. Plain decoding never runs it, and the draft always proposes it."""
+    target = toys.model(tie_word_embeddings=False, eos_token_id=None)
+    draft = toys.model(tie_word_embeddings=False, eos_token_id=None)
+    with torch.no_grad():
+        target.model.embed_tokens.weight[0] = float("nan")
+        target.lm_head.weight[0] = 0
+        draft.lm_head.weight.zero_()  # every logit is 0, and the lowest id wins
+    target.save_pretrained(tmp_path / "target")
+    draft.save_pretrained(tmp_path / "draft")
+    pair = toys.Pair(str(tmp_path / "target"), str(tmp_path / "draft"))
+    prompts, params = toys.prompts(4), SamplingParams(max_tokens=12, **GREEDY)
+    expected = token_ids(generate(make_llm(pair, k=0), prompts, params))
+    assert all(0 not in output for outputs in expected for output in outputs)
+    llm = make_llm(pair, k=3, max_num_seqs=max_num_seqs, block_size=4)
+    assert token_ids(generate(llm, prompts, params)) == expected
+    assert llm.metrics.drafts == len(prompts)  # each of them drafted once, and never again
 
 
 @pytest.mark.parametrize("k", [0, 5])

@@ -133,7 +133,8 @@ def _sample_kernel(
 ):
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     token_id, row_ok = _sampled(part_values, part_ids, row, num_parts, row < num_rows, BLOCK_P)
-    tl.store(token_ids + row, token_id.to(tl.int64), mask=row < num_rows)
+    # Whoever goes on with it all the same must find it in the vocabulary.
+    tl.store(token_ids + row, tl.where(row_ok, token_id, 0).to(tl.int64), mask=row < num_rows)
     tl.store(ok + row, row_ok, mask=row < num_rows)
 
 
@@ -219,7 +220,10 @@ def sample(
     logits: Tensor,  # [M, V] float32, processed
     noise_keys: Tensor | None = None,  # [M, 4] int32: three keys of the row's noise, and whether it has any
 ) -> tuple[Tensor, Tensor]:  # [M] int64, [M] bool
-    """The argmax of each row, noise added, ties to the lowest id; and whether there is one: neither NaN nor -inf."""
+    """The argmax of each row, noise added, ties to the lowest id; and whether there is one: neither NaN nor -inf.
+
+    The id of a row that has none is 0.
+    """
     num_rows = logits.shape[0]
     values, ids = _best_of_parts(logits, noise_keys)
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)

@@ -10,6 +10,7 @@ import torch
 HEAD_DIMS = (32, 64, 128, 256)  # in the interpreter, whatever lies between
 BLOCK_SIZES = (16, 128)  # the smallest and the largest power of two
 MAX_VOCAB_SIZE = 64 * 8192
+MAX_NORM_SIZE = 16384
 MAX_ROWS = 32  # that one sequence verifies: K + 1
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -34,7 +35,7 @@ def why_not(
     dtype: torch.dtype,
     geometries: Iterable[tuple[int, int, int]],  # (Hq, Hkv, D) of the layers
     block_size: int,
-    vocab_size: int = 0,
+    vocab_size: int,
 ) -> str | None:
     """Why a model's passes cannot run in these kernels; None if they can."""
     if device.type != "cuda" and not interpreted():

@@ -10,9 +10,9 @@ import triton.language as tl
 from torch import Tensor
 
 from specpaged_kernels.jit import TYPES, Variant, kernel
-from specpaged_kernels.limits import DTYPES
+from specpaged_kernels.limits import DTYPES, MAX_NORM_SIZE
 
-BLOCKS = (128, 1024, 4096, 16384)  # elements of a row, the next of these
+BLOCKS = (128, 1024, 4096, MAX_NORM_SIZE)  # elements of a row, the next of these
 
 
 @kernel("x", "residual", "weight", "output", "stride_x", "stride_residual", "stride_output")

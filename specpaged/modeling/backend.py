@@ -27,8 +27,9 @@ def choose_backend(
     dtype: torch.dtype,
     geometries: Iterable[tuple[int, int, int]],  # (Hq, Hkv, D) of the layers
     block_size: int,
-) -> str:
-    """ "triton" or "torch". "auto" takes Triton's kernels on a GPU, for whatever they can run.
+    vocab_size: int,
+) -> tuple[str, str | None]:
+    """The backend, "triton" or "torch", and what kept "auto" from Triton's kernels, which it takes on a GPU.
 
     Raises:
         ValueError: the backend that the argument or the environment names is unknown, or cannot run this model here.
@@ -38,12 +39,12 @@ def choose_backend(
         name, wanted = ENVIRONMENT, os.environ[ENVIRONMENT]
     check_choice(name, wanted, ATTENTION_BACKENDS)
     if wanted == "torch" or (wanted == "auto" and device.type != "cuda"):
-        return "torch"
-    reason = limits.why_not(device, dtype, geometries, block_size)
+        return "torch", None
+    reason = limits.why_not(device, dtype, geometries, block_size, vocab_size)
     if reason is None:
-        return "triton"
+        return "triton", None
     if wanted == "auto":
-        return "torch"
+        return "torch", reason
     raise ValueError(f"{name}={wanted!r} cannot be used: {reason}; allowed: 'torch', or 'auto'")
 
 

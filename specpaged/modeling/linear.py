@@ -85,7 +85,7 @@ def _column_major(weight: Tensor) -> Tensor:
 class RowExactLinear(nn.Module):
     """weight [N, K], bias [N] | None; x [..., K] -> [..., N], under a LinearScheme.
 
-    The layer keeps its own copy of the weight, in the layout that its kernel wants.
+    The layer keeps the weight in the layout that its kernel wants, which mostly is a copy.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, scheme: LinearScheme):

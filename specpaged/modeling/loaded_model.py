@@ -44,5 +44,7 @@ def held_bytes(module: nn.Module) -> int:
     for part in module.modules():
         own = (tensor for tensor in vars(part).values() if isinstance(tensor, Tensor))
         for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False), *own):
-            held[id(tensor)] = tensor.numel() * tensor.element_size()
+            # A packed tensor of oneDNN's has no address that could be asked for.
+            place = id(tensor) if tensor.is_mkldnn else tensor.data_ptr()
+            held[place] = max(held.get(place, 0), tensor.numel() * tensor.element_size())
     return sum(held.values())

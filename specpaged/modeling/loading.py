@@ -19,6 +19,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from specpaged.config import NUMERICS
 from specpaged.modeling.attention import HOOK
 from specpaged.modeling.backend import choose_backend
 from specpaged.modeling.checkpoint import check_local_checkpoint
@@ -32,7 +33,6 @@ from specpaged.modeling.self_check import check_against_eager, check_rows
 from specpaged.paging.kv_cache import KVSpec
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-NUMERICS = ("exact", "fast")
 
 
 def load_model(
@@ -72,7 +72,8 @@ def load_model(
     layers = find_layers(module, model, max_model_len)
     freeze_rope(module, max_model_len)
     geometries = {(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in layers}
-    backend = choose_backend(attention_backend, device, module.dtype, geometries, block_size)
+    vocab_size = module.get_output_embeddings().weight.shape[0]
+    backend, not_triton = choose_backend(attention_backend, device, module.dtype, geometries, block_size, vocab_size)
     group = max(hq // hkv for hq, hkv, _ in geometries)
     loaded = LoadedModel(
         module=module,
@@ -81,7 +82,7 @@ def load_model(
         architecture=type(module).__name__,
         dtype=module.dtype,
         device=device,
-        vocab_size=module.get_output_embeddings().weight.shape[0],
+        vocab_size=vocab_size,
         max_model_len=max_model_len,
         eos_token_ids=_eos_token_ids(module, text_config),
         kv_spec=KVSpec(tuple((layer.num_kv_heads, layer.head_dim) for layer in layers)),
@@ -99,7 +100,7 @@ def load_model(
     else:
         fuse_norms(module, module.dtype)
     if loaded.exact:
-        _make_exact(loaded, geometries)
+        _make_exact(loaded, geometries, not_triton)
     else:
         make_fast(module)
     loaded.weight_bytes = held_bytes(module)
@@ -109,7 +110,7 @@ def load_model(
     return loaded
 
 
-def _make_exact(loaded: LoadedModel, geometries: set[tuple[int, int, int]]) -> None:
+def _make_exact(loaded: LoadedModel, geometries: set[tuple[int, int, int]], not_triton: str | None) -> None:
     config = loaded.hf_config.get_text_config()
     inner_sizes = {
         size
@@ -128,7 +129,8 @@ def _make_exact(loaded: LoadedModel, geometries: set[tuple[int, int, int]]) -> N
             loaded.attention_scheme = choose_attention_scheme(geometries, loaded.dtype, loaded.device)
             attention = loaded.attention_scheme.name
     except InexactError as error:
-        raise InexactError(f"model {loaded.name!r} ({loaded.architecture}): {error}") from None
+        hint = f" (and not by Triton's kernels: {not_triton})" if not_triton else ""
+        raise InexactError(f"model {loaded.name!r} ({loaded.architecture}): {error}{hint}") from None
     dtype = str(loaded.dtype).removeprefix("torch.")
     threads = f"{loaded.num_threads} thread{'s' if loaded.num_threads > 1 else ''}"
     loaded.numerics_scheme = (

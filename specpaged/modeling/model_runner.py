@@ -15,7 +15,8 @@ from specpaged.paging.kv_cache import PagedKVCache
 class ModelRunner:
     """Runs packed batches. Blocks, lengths and tokens come as values in each batch; who allocated them is unknown here.
 
-    `gathered_bytes` and `filler_rows` count over the runner's life.
+    `gathered_bytes` and `filler_rows` count over the runner's life; filler rows are those of passes and of their
+    logits, not what a single kernel adds to its own tiles.
     """
 
     def __init__(self, model: LoadedModel, kv_cache: PagedKVCache):
@@ -45,7 +46,9 @@ class ModelRunner:
         if num_logits == num_tokens:
             logits_to_keep = 0  # every row
         else:
-            logits_to_keep = F.pad(batch.logits_idx, (0, -num_logits % multiple))
+            logits_filler = -num_logits % multiple
+            logits_to_keep = F.pad(batch.logits_idx, (0, logits_filler))
+            self.filler_rows += logits_filler
         paged_pass = new_pass(model, batch, num_tokens + filler, self.kv_cache.layers)
         logits = model.module(
             input_ids=token_ids[None],

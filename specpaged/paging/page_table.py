@@ -52,10 +52,6 @@ class PageTable:
         """Tokens that the blocks have room for."""
         return len(self.blocks) * self.block_size
 
-    def num_new_blocks(self, num_tokens: int) -> int:
-        """Blocks that reserve(num_tokens) would allocate."""
-        return max(0, -(-num_tokens // self.block_size) - len(self.blocks))
-
     def reserve(self, num_tokens: int) -> None:
         """Capacity for num_tokens tokens in all. All or nothing: an error leaves everything as it was.
 

@@ -4,12 +4,15 @@ import re
 
 import pytest
 import torch
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 
 from specpaged import LLM, SamplingParams
 from specpaged.modeling.backend import ENVIRONMENT, choose_backend
 from specpaged.modeling.loading import load_model
+from specpaged.modeling.norm import KernelRMSNorm, use_kernel_norms
 from tests import toys
 from tests.modeling.world import World, random_tokens
+from tests.poison import Poison
 
 PROMPTS = toys.prompts(3, seed=5, longest=24)
 PARAMS = [
@@ -67,29 +70,83 @@ def test_logits_on_triton_have_the_same_bits_in_decode_verify_and_prefill(toy_pa
     assert verified.isfinite().all()
 
 
+def test_nan_ends_its_request_only_and_its_blocks_can_be_reused(toy_pair, monkeypatch):
+    prompts, params = toys.prompts(4, longest=20), SamplingParams(temperature=0, max_tokens=7, ignore_eos=True)
+    reference = LLM(toy_pair.target, max_model_len=48, attention_backend="torch")
+    expected = [output.outputs[0].token_ids for output in reference.generate(prompts, params, use_tqdm=False)]
+    llm = LLM(
+        toy_pair.target,
+        speculative_config={"model": toy_pair.draft, "num_speculative_tokens": 3},
+        attention_backend="triton",
+        numerics="fast",
+        max_model_len=48,
+        max_num_seqs=2,
+        kv_cache_memory_bytes=5 * 16 * 1024,
+    )
+    assert llm.engine.allocator.num_blocks < 10
+    poison = Poison(llm, prompts[1]["prompt_token_ids"], 2, monkeypatch)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    llm.engine.check_integrity()
+    assert "NaN" in outputs[1].error
+    assert [outputs[i].outputs[0].token_ids for i in (0, 2, 3)] == [expected[i] for i in (0, 2, 3)]
+    assert poison.reused_blocks
+
+
+def test_a_draft_that_allows_no_token_is_no_worse_than_on_torch(toy_pair):
+    """min_tokens forbids the only token that allowed_token_ids allows: one request's error, not the batch's."""
+    llm = LLM(
+        toy_pair.target,
+        speculative_config={"model": toy_pair.draft, "num_speculative_tokens": 2},
+        attention_backend="triton",
+        numerics="fast",
+        max_model_len=48,
+    )
+    bad = SamplingParams(temperature=0, max_tokens=4, allowed_token_ids=[7], stop_token_ids=[7], min_tokens=2)
+    good = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    outputs = llm.generate(toys.prompts(2, longest=10), [bad, good], use_tqdm=False)
+    assert "allow no token" in outputs[0].error
+    assert outputs[1].error is None
+    assert len(outputs[1].outputs[0].token_ids) == 4
+
+
+@pytest.mark.parametrize(("dtype", "roundings"), [(torch.float32, 4), (torch.float16, 0.6)])
+def test_a_norm_whose_weights_are_stored_less_one_keeps_them_whole(dtype, roundings):
+    norm = Gemma2RMSNorm(64)
+    torch.nn.init.normal_(norm.weight, std=0.1, generator=torch.Generator().manual_seed(0))
+    model = torch.nn.Sequential(norm.to(dtype)).requires_grad_(False)
+    use_kernel_norms(model, dtype)
+    assert isinstance(model[0], KernelRMSNorm)
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
+    wide = x.double()
+    expected = wide / (wide.square().mean(-1, keepdim=True) + norm.eps).sqrt() * (1 + norm.weight.double())
+    tolerance = roundings * torch.finfo(dtype).eps * (expected.abs() + 1e-3)
+    assert ((model(x).double() - expected).abs() <= tolerance).all()
+
+
 @pytest.mark.parametrize(
-    ("argument", "environment", "interpreted", "block_size", "expected"),
+    ("argument", "environment", "interpreted", "block_size", "vocab_size", "expected"),
     [
-        ("auto", None, True, 16, "torch"),  # a CPU
-        ("triton", None, True, 16, "triton"),
-        ("torch", "triton", True, 16, "triton"),
-        ("triton", "torch", True, 16, "torch"),
-        ("triton", None, False, 16, "attention_backend='triton' cannot be used: device 'cpu'"),
-        ("auto", "triton", False, 16, f"{ENVIRONMENT}='triton' cannot be used: device 'cpu'"),
-        ("triton", None, True, 24, "block_size=24"),
-        ("triton", None, True, 8, "block_size=8"),
-        ("auto", "cudnn", True, 16, f"{ENVIRONMENT}='cudnn' is not known"),
+        ("auto", None, True, 16, 300, "torch"),  # a CPU
+        ("triton", None, True, 16, 300, "triton"),
+        ("torch", "triton", True, 16, 300, "triton"),
+        ("triton", "torch", True, 16, 300, "torch"),
+        ("triton", None, False, 16, 300, "attention_backend='triton' cannot be used: device 'cpu'"),
+        ("auto", "triton", False, 16, 300, f"{ENVIRONMENT}='triton' cannot be used: device 'cpu'"),
+        ("triton", None, True, 24, 300, "block_size=24"),
+        ("triton", None, True, 8, 300, "block_size=8"),
+        ("triton", None, True, 16, 10**6, "a vocabulary of 1000000"),
+        ("auto", "cudnn", True, 16, 300, f"{ENVIRONMENT}='cudnn' is not known"),
     ],
 )
 def test_the_backend_is_the_environments_or_the_arguments_where_it_can_run(
-    monkeypatch, argument, environment, interpreted, block_size, expected
+    monkeypatch, argument, environment, interpreted, block_size, vocab_size, expected
 ):
     monkeypatch.setenv("TRITON_INTERPRET", str(int(interpreted)))
     if environment is not None:
         monkeypatch.setenv(ENVIRONMENT, environment)
 
     def choose() -> str:
-        return choose_backend(argument, torch.device("cpu"), torch.float32, [(4, 2, 16)], block_size)
+        return choose_backend(argument, torch.device("cpu"), torch.float32, [(4, 2, 16)], block_size, vocab_size)[0]
 
     if expected in ("torch", "triton"):
         assert choose() == expected

@@ -27,7 +27,6 @@ def test_one_round_of_two_sequences():
     assert (a.blocks, b.blocks) == ([1, 2], [3, 4])
     # A target |xxxx|x...|            B target |xxxx|xxx.|
     #   draft  |oooo|o...|              draft  |oooo|ooo.|
-    assert (a.num_new_blocks(10), b.num_new_blocks(12)) == (1, 1)
     a.reserve(10)
     b.reserve(12)
     assert (a.blocks, b.blocks) == ([1, 2, 5], [3, 4, 6])
@@ -56,17 +55,15 @@ def test_one_round_of_two_sequences():
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 16])
-def test_reserve_takes_the_blocks_that_it_announced_and_no_more(block_size):
+def test_reserve_takes_the_blocks_that_it_needs_and_no_more(block_size):
     for num_tokens in range(34):
         allocator = BlockAllocator(40)
         table = PageTable(allocator, block_size)
         expected = -(-num_tokens // block_size)
-        assert table.num_new_blocks(num_tokens) == expected
         table.reserve(num_tokens)
         table.reserve(num_tokens)
         assert (len(table.blocks), allocator.num_held) == (expected, expected)
         assert (table.capacity, table.context_lens) == (expected * block_size, [0])
-        assert table.num_new_blocks(num_tokens) == 0
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 16])

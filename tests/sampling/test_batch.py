@@ -95,13 +95,14 @@ def test_the_draft_models_rows_meet_the_targets_noise():
     assert later.sample(logits[1:2], [0], [0])[0].item() == drafts[1]
 
 
-def test_a_row_without_a_token_or_with_nan_is_not_ok():
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_a_row_without_a_token_or_with_nan_is_not_ok(backend):
     logits = torch.zeros(4, 5)
     logits[1] = float("-inf")
     logits[2, 3] = float("nan")
     logits[3, 1] = float("inf")
     for temperature in (0, 1.0):
-        batch = SamplingBatch([request(temperature=temperature)] * 4, 5, "cpu")
+        batch = SamplingBatch([request(temperature=temperature)] * 4, 5, "cpu", backend)
         ids, ok = batch.sample(logits, [0, 1, 2, 3], [0] * 4)
         assert ok.tolist() == [True, False, False, True]
         assert ids[3] == 1

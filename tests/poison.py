@@ -1,0 +1,48 @@
+"""A request whose logits turn to NaN, in an engine whose unowned slots hold NaN all along."""
+
+from __future__ import annotations
+
+from specpaged import LLM
+
+
+class Poison:
+    """Spoils the request with this prompt once it has `after` output tokens; `reused_blocks` were its blocks."""
+
+    def __init__(self, llm: LLM, prompt: list[int], after: int, monkeypatch):
+        self.engine = llm.engine
+        self.prompt = prompt
+        self.after = after
+        self.victim_blocks: set[int] = set()
+        self.reused_blocks: set[int] = set()
+        self._forward, self._schedule = self.engine.target.forward, self.engine.scheduler.schedule
+        monkeypatch.setattr(self.engine.target, "forward", self.forward)
+        monkeypatch.setattr(self.engine.scheduler, "schedule", self.schedule)
+
+    def victim(self):
+        running = self.engine.scheduler.running
+        return next((s for s in running if s.token_ids[: len(self.prompt)] == self.prompt), None)
+
+    def schedule(self):
+        engine = self.engine
+        for pool, runner in enumerate(filter(None, (engine.target, engine.draft))):
+            tables = [sequence.page_table for sequence in engine.scheduler]
+            owned = {slot for t in tables for slot in slots(t.blocks, t.context_lens[pool], engine.config.block_size)}
+            runner.kv_cache.fill_unowned(owned)
+        if self.victim_blocks and self.victim() is None:
+            held = {block for sequence in engine.scheduler for block in sequence.page_table.blocks}
+            self.reused_blocks |= held & self.victim_blocks
+        return self._schedule()
+
+    def forward(self, batch):
+        logits, sequence = self._forward(batch), self.victim()
+        if sequence is not None and len(sequence.output_token_ids) >= self.after:
+            self.victim_blocks.update(sequence.page_table.blocks)
+            owners = [n for n, count in enumerate(batch.num_logits) for _ in range(count)]
+            first_blocks = batch.page_table[:, 0].tolist()
+            rows = [r for r, n in enumerate(owners) if first_blocks[n] == sequence.page_table.blocks[0]]
+            logits[rows] = float("nan")
+        return logits
+
+
+def slots(blocks, length, block_size):
+    return [blocks[p // block_size] * block_size + p % block_size for p in range(length)]
