@@ -21,7 +21,7 @@ $(VENV)/.installed: setup.py pyproject.toml $(CONSTRAINTS)
 	touch $@
 
 demo: install
-	$(BIN)/specpaged verify --max-num-seqs 8 --num-speculative-tokens 5 --max-tokens 64
+	$(BIN)/specpaged verify --max-num-seqs 8 --num-speculative-tokens 5 --max-tokens 64 --plain-batch
 
 test: install
 	$(BIN)/python -m pytest

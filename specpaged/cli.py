@@ -129,11 +129,14 @@ def verify(
             "difference is a fault; 'hf': transformers' generate."
         ),
     ] = "plain",
+    plain_batch: Annotated[
+        bool, typer.Option("--plain-batch", help="Decode plainly in batches, too: for its speed, and compared as well.")
+    ] = False,
     output: Output = None,
     as_json: AsJson = False,
 ) -> None:
     """Decode every prompt plainly, one at a time, and speculatively in batches; compare token ids."""
-    arguments = {name: value for name, value in locals().items() if name not in ("reference", "as_json")}
+    arguments = {k: v for k, v in locals().items() if k not in ("reference", "plain_batch", "as_json")}
     from specpaged import reference as references
 
     _checked(references.check_reference, reference, temperature)
@@ -144,7 +147,8 @@ def verify(
     if reference == "plain":
         opted_out = [replace(p, extra_args={"num_speculative_tokens": 0}) for p in job.params]
         runs.append(_run(job, "plain, one at a time", opted_out, one_at_a_time=True))
-        runs.append(_run(job, f"plain, batch of {max_num_seqs}", opted_out))
+        if plain_batch:
+            runs.append(_run(job, f"plain, batch of {max_num_seqs}", opted_out))
     else:
         transformers = references.TransformersReference(job.llm)
         runs.append(_checked(references.run_transformers, job, transformers))

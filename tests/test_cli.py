@@ -158,8 +158,10 @@ def test_completions_are_shown_as_they_are_written(specpaged, prompts, monkeypat
 @pytest.mark.parametrize("sampling", [(), ("--temperature", 0.8), ("--temperature", 0.8, "--seed", 7)])
 def test_verify_ends_with_the_number_of_identical_outputs(specpaged, prompts, tmp_path, sampling):
     output = tmp_path / "completions.jsonl"
-    result = specpaged("verify", "--prompts", prompts, "--max-num-seqs", 4, "--output", output, *SHORT, *sampling)
+    batch = ("--max-num-seqs", 4, "--plain-batch")
+    result = specpaged("verify", "--prompts", prompts, *batch, "--output", output, *SHORT, *sampling)
     assert result.exit_code == 0
+    assert "plain, batch of 4" in result.stdout
     assert result.stdout.splitlines()[-1] == "6/6 outputs identical"
     assert "plain, one at a time" in result.stdout
     assert "speculative, batch of 4, K = 5" in result.stdout
