@@ -213,7 +213,7 @@ def test_verify_finds_logits_that_depend_on_the_batch(specpaged, prompts, monkey
         return verify(self, logits, draft, sampling)
 
     monkeypatch.setattr(CoupledVerifier, "verify", inexact)
-    result = specpaged("verify", "--prompts", prompts, "--json", *SHORT)
+    result = specpaged("verify", "--prompts", prompts, "--plain-batch", "--json", *SHORT)
     assert result.exit_code == 1
     last = json.loads(result.stdout.splitlines()[-1])
     assert last["faults"] > 0
