@@ -10,7 +10,7 @@ from typing import Any
 NUMERICS = ("exact", "fast")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 METHODS = ("draft_model",)
-ATTENTION_BACKENDS = ("auto", "torch", "triton")
+ATTENTION_BACKENDS = ("auto", "torch", "triton", "xformers")
 VERIFICATIONS = ("greedy", "coupled", "rejection")
 
 ASSETS = Path(__file__).parent / "assets"

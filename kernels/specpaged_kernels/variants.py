@@ -21,10 +21,21 @@ from tqdm import tqdm
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from specpaged_kernels import accept, limits, linear, pack, paged_attention, realign, rejection, rms_norm, store_kv
+from specpaged_kernels import (
+    accept,
+    limits,
+    linear,
+    lm_head,
+    pack,
+    paged_attention,
+    realign,
+    rejection,
+    rms_norm,
+    store_kv,
+)
 from specpaged_kernels.jit import OPTIONS, Variant
 
-OPERATIONS = (paged_attention, store_kv, pack, accept, rejection, linear, rms_norm, realign)
+OPERATIONS = (paged_attention, store_kv, pack, accept, rejection, linear, lm_head, rms_norm, realign)
 ARCHS = (80, 90)
 _RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+)")
 

@@ -14,6 +14,12 @@ from specpaged.modeling.attention_folded import attend_chunked, attend_sdpa
 from specpaged.modeling.numerics import AttentionScheme
 
 
+def store(pool: Tensor, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
+    """Write key and value, [1, Hkv, num_rows, D] each, to the slots [N] of pool [P * S, 2, Hkv, D]: rows 0 .. N-1."""
+    for i, new in enumerate((key, value)):
+        pool[:, i].index_copy_(0, slot_mapping, new[0].transpose(0, 1)[: len(slot_mapping)])
+
+
 @lru_cache(maxsize=64)
 def _row_tokens(start: int, stop: int, heads: int, padded: int, device: torch.device) -> Tensor:
     """[padded] int64: the query token of each folded row; filler rows have the last one's."""
@@ -201,9 +207,7 @@ class TorchPass:
         num_kv_heads = key.shape[1]
         heads = num_heads // num_kv_heads
         geometry = (num_heads, num_kv_heads, head_dim)
-        for i, new in enumerate((key, value)):
-            new = new[0].transpose(0, 1)
-            pool[:, i].index_copy_(0, self.slot_mapping, new[: self.num_tokens])
+        store(pool, key, value, self.slot_mapping)
         rows = query[0].transpose(0, 1).view(self.num_rows, num_kv_heads, heads, head_dim)
         for group in self._groups:
             gathered = pool.index_select(0, group.slots)

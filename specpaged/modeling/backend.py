@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,11 +25,11 @@ def choose_backend(
     attention_backend: str,
     device: torch.device,
     dtype: torch.dtype,
-    geometries: Iterable[tuple[int, int, int]],  # (Hq, Hkv, D) of the layers
+    geometries: Collection[tuple[int, int, int]],  # (Hq, Hkv, D) of the layers
     block_size: int,
     vocab_size: int,
 ) -> tuple[str, str | None]:
-    """The backend, "triton" or "torch", and what kept "auto" from Triton's kernels, which it takes on a GPU.
+    """The backend, and what kept "auto" from Triton's kernels, which it takes on a GPU.
 
     Raises:
         ValueError: the backend that the argument or the environment names is unknown, or cannot run this model here.
@@ -40,9 +40,14 @@ def choose_backend(
     check_choice(name, wanted, ATTENTION_BACKENDS)
     if wanted == "torch" or (wanted == "auto" and device.type != "cuda"):
         return "torch", None
-    reason = limits.why_not(device, dtype, geometries, block_size, vocab_size)
+    if wanted == "xformers":
+        from specpaged.modeling import attention_xformers
+
+        reason = attention_xformers.why_not(device, dtype, geometries, block_size)
+    else:
+        reason = limits.why_not(device, dtype, geometries, block_size, vocab_size)
     if reason is None:
-        return "triton", None
+        return ("triton" if wanted == "auto" else wanted), None
     if wanted == "auto":
         return "torch", reason
     raise ValueError(f"{name}={wanted!r} cannot be used: {reason}; allowed: 'torch', or 'auto'")
@@ -50,9 +55,13 @@ def choose_backend(
 
 def new_pass(model: LoadedModel, batch: RaggedBatch, num_rows: int, kv_layers: Sequence[Tensor]) -> PagedPass:
     """The pass of a batch by the model's backend."""
+    # Kernels are not imported before they are wanted: that takes seconds.
     if model.backend == "triton":
-        # Kernels are not defined before they are wanted: that takes a second.
         from specpaged.modeling.attention_triton import TritonPass
 
         return TritonPass(batch, num_rows, kv_layers)
+    if model.backend == "xformers":
+        from specpaged.modeling.attention_xformers import XformersPass
+
+        return XformersPass(batch, num_rows, kv_layers, model.attention_scheme, model.dtype)
     return TorchPass(batch, num_rows, kv_layers, model.attention_scheme, model.dtype)

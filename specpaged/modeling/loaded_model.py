@@ -30,8 +30,8 @@ class LoadedModel:
     weight_bytes: int  # held in memory: see held_bytes
     numerics_scheme: str
 
-    attention_scheme: AttentionScheme = field(repr=False)  # of the torch backend
-    backend: str = "torch"  # or "triton"
+    attention_scheme: AttentionScheme = field(repr=False)  # where torch attends
+    backend: str = "torch"  # or "triton", or "xformers"
     exact: bool = True
     row_multiple: int = 1  # rows of a pass, and of its logits, are filled up to it
     num_threads: int = 1  # that the schemes were chosen for

@@ -125,7 +125,7 @@ def _make_exact(loaded: LoadedModel, geometries: set[tuple[int, int, int]], not_
     try:
         loaded.row_multiple, linears = make_exact(loaded.module, inner_sizes, loaded.dtype, loaded.backend)
         attention = "in fixed splits"
-        if loaded.backend == "torch":
+        if loaded.backend != "triton":
             loaded.attention_scheme = choose_attention_scheme(geometries, loaded.dtype, loaded.device)
             attention = loaded.attention_scheme.name
     except InexactError as error:
