@@ -15,11 +15,8 @@ from specpaged.modeling.model_runner import ModelRunner
 from specpaged.modeling.numerics import InexactError
 from specpaged.paging.kv_cache import PagedKVCache
 
-BLOCK_SIZES = {
-    "torch": 4,
-    "triton": 16,
-    "xformers": 64,
-}  # small: the few tokens lie in several blocks where a backend allows that
+# The smallest of each backend: where it can, the few tokens lie in several blocks.
+BLOCK_SIZES = {"torch": 4, "triton": 16, "xformers": 64}
 # Differences relative to the logits' size. Rounding in half precision adds up like a random walk over the layers: toys
 # differ by 0.02 at most with 2 layers, mixtures by 0.08 with 32.
 FLOAT32_TOLERANCE = 1e-3
