@@ -21,6 +21,7 @@ from specpaged.paging.page_table import DRAFT, TARGET, PageTable
 from specpaged.paging.prefix_cache import PrefixCache
 from specpaged.prompt_logprobs import prompt_rows, record_prompt_logprobs, wants_prompt_logits
 from specpaged.request import Request, validate_request
+from specpaged.sampling import get_sampling_batch
 from specpaged.sampling.batch import SamplingBatch, SamplingRequest
 from specpaged.sampling_params import SamplingParams, bad_words_token_ids
 from specpaged.scheduling.base import ScheduledSequence, ScheduledStep
@@ -64,7 +65,9 @@ class Engine:
         speculative = config.speculative_config if drafter is not None else None
         self.max_draft_tokens = speculative.max_draft_tokens if speculative else 0
         self.num_pools = 2 if draft is not None else 1
-        self.verifier = get_verifier(speculative.verification if speculative else "coupled")
+        backend = target.model.backend
+        self.verifier = get_verifier(speculative.verification if speculative else "coupled", backend)
+        self.sampling_batch = get_sampling_batch(backend)
         num_slots = target.kv_cache.num_blocks * config.block_size
         if num_slots < config.max_model_len:
             raise ValueError(
@@ -167,11 +170,10 @@ class Engine:
         with stage("schedule"):
             scheduled = self.scheduler.schedule()
             self._copy_forks(scheduled)
-            sampling = SamplingBatch(
+            sampling = self.sampling_batch(
                 [entry.sequence.sampling_request for entry in scheduled.entries if entry.samples],
                 self.vocabulary.size,
                 self.target.model.device,
-                self.target.model.backend,
             )
         if not scheduled.entries:
             if self.has_unfinished_requests:

@@ -23,17 +23,10 @@ __all__ = ["SamplingBatch", "SamplingRequest"]
 class SamplingBatch:
     """Requests of one step. Valid for that step alone: outputs committed later are another batch's."""
 
-    def __init__(
-        self,
-        requests: Sequence[SamplingRequest],
-        vocab_size: int,
-        device: torch.device | str,
-        backend: str = "torch",  # or "triton"
-    ):
+    def __init__(self, requests: Sequence[SamplingRequest], vocab_size: int, device: torch.device | str):
         self.requests = requests
         self.vocab_size = vocab_size
         self.device = device
-        self.backend = backend
         self.all_greedy = all(request.params.greedy for request in requests)  # no row gets noise
         self.needs_processing = any(request.needs_processing for request in requests)
         # The drafter's noise at (request, t) is the target's: kept from proposing to verifying.
@@ -72,10 +65,6 @@ class SamplingBatch:
 
         Of equals the lowest id is taken. An id whose row is not ok means nothing, but is within the vocabulary.
         """
-        if self.backend == "triton":
-            from specpaged_kernels.accept import sample
-
-            return sample(processed, self.noise_keys(request_idx, num_drafts_seen))
         if not self.all_greedy:
             processed = self._add_noise(processed, request_idx, num_drafts_seen)
         values, token_ids = processed.max(dim=-1)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -25,14 +26,40 @@ class VerifyOutput:
     logprobs: list[list[TokenLogprobs] | None]  # of raw logits, one per output token, where asked for
 
 
-class Verifier(Protocol):
+# Per sequence: output token ids, the number of accepted drafts, and whether the row behind them is not ok.
+Matched = tuple[list[list[int]], list[int], list[bool]]
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyRows:
+    """The rows of one step: sequence i has len(draft.token_ids[i]) + 1 of them, in order."""
+
+    logits: Tensor  # [M, V] fp32, processed
+    request_idx: list[int]  # [M]
+    num_drafts_seen: list[int]  # [M]
+
+
+class Verifier(ABC):
     """Decides how many drafts of each sequence stand, and the token that follows them."""
 
     name: str
 
     def verify(self, logits: Tensor, draft: DraftOutput, sampling: SamplingBatch) -> VerifyOutput:
-        """Verify `logits` [M, V] fp32: len(draft.token_ids[i]) + 1 rows of sequence i, in order."""
-        ...
+        """Verify `logits` [M, V] fp32: len(draft.token_ids[i]) + 1 rows of sequence i, in order.
+
+        A draft without probabilities (`draft.probs[i]` is None) was certain of its tokens.
+        """
+        request_idx, num_drafts_seen = verify_rows(draft.token_ids)
+        processed = sampling.process(logits, request_idx, num_drafts_seen, draft.token_ids)
+        token_ids, num_accepted, failed = self.match(
+            VerifyRows(processed, request_idx, num_drafts_seen), draft, sampling
+        )
+        logprobs = output_logprobs(logits, draft.token_ids, token_ids, sampling)
+        return VerifyOutput(token_ids, num_accepted, failed, logprobs)
+
+    @abstractmethod
+    def match(self, rows: VerifyRows, draft: DraftOutput, sampling: SamplingBatch) -> Matched:
+        """What of each draft stands, and what follows it."""
 
 
 def verify_rows(drafts: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:

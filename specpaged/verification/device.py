@@ -1,27 +1,64 @@
-"""Verification by the kernels: lists go to the device, and one answer comes back."""
+"""The verifiers by the kernels: drafts go to the device, and one answer comes back."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from specpaged.sampling.batch import SamplingBatch
 from specpaged.sampling.noise import ACCEPT, RECOVER, noise_keys, uniform
+from specpaged.verification.base import Matched, VerifyRows
+from specpaged.verification.coupled import CoupledVerifier
+from specpaged.verification.rejection import RejectionVerifier
+from specpaged_kernels.accept import Accepted, accept
 from specpaged_kernels.limits import MAX_ROWS
+from specpaged_kernels.rejection import reject
 
 if TYPE_CHECKING:
     from specpaged.drafting.base import DraftOutput
 
-# What accept_matching returns: output token ids, number of accepted drafts, and whether the row behind them is not ok.
-Matched = tuple[list[list[int]], list[int], list[bool]]
+
+class KernelCoupledVerifier(CoupledVerifier):
+    """CoupledVerifier in one reading of the logits. More drafts of a sequence than the kernel takes are torch's."""
+
+    def match(self, rows: VerifyRows, draft: DraftOutput, sampling: SamplingBatch) -> Matched:
+        """See Verifier.match."""
+        if not _fits(draft.token_ids):
+            return super().match(rows, draft, sampling)
+        keys = sampling.noise_keys(rows.request_idx, rows.num_drafts_seen)
+        return _matched(accept(rows.logits, *_packed(draft.token_ids, rows.logits.device), keys))
 
 
-def fits(drafts: Sequence[Sequence[int]]) -> bool:
-    """Whether the kernels take as many drafts of a sequence."""
-    return max(map(len, drafts), default=0) < MAX_ROWS
+class KernelRejectionVerifier(RejectionVerifier):
+    """RejectionVerifier on the device; greedy batches, and more drafts than the kernel takes, are torch's."""
+
+    def match(self, rows: VerifyRows, draft: DraftOutput, sampling: SamplingBatch) -> Matched:
+        """See Verifier.match."""
+        if sampling.all_greedy or not _fits(draft.token_ids):
+            return super().match(rows, draft, sampling)
+        device = rows.logits.device
+        places = zip(rows.request_idx, rows.num_drafts_seen, strict=True)
+        seeds = [sampling.requests[i].seed for i in rows.request_idx]
+        output_idx = [sampling.output_idx(i, seen) for i, seen in places]
+        uniforms = [uniform(seed, t, ACCEPT) for seed, t in zip(seeds, output_idx, strict=True)]
+        return _matched(
+            reject(
+                rows.logits,
+                *_packed(draft.token_ids, device),
+                _packed_probs(draft, rows.logits),
+                torch.tensor(uniforms, dtype=torch.float64).to(device),
+                sampling.noise_keys(rows.request_idx, rows.num_drafts_seen),
+                noise_keys(seeds, output_idx, "cpu", RECOVER).to(device),
+            )
+        )
+
+
+def _fits(drafts: Sequence[Sequence[int]]) -> bool:
+    """Whether there is something to verify, and the kernels have room for it."""
+    return len(drafts) > 0 and max(map(len, drafts)) < MAX_ROWS
 
 
 def _packed(drafts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -34,48 +71,11 @@ def _packed(drafts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tens
     return padded.to(device), torch.tensor(bounds, dtype=torch.int32).to(device)
 
 
-def _matched(accepted: Any) -> Matched:
+def _matched(accepted: Accepted) -> Matched:
     columns = (accepted.num_outputs, accepted.num_accepted, accepted.ok)
     answer = torch.cat([torch.stack([x.long() for x in columns], 1), accepted.token_ids], 1).tolist()
     token_ids = [row[3 : 3 + row[0]] for row in answer]
     return token_ids, [row[1] for row in answer], [not row[2] for row in answer]
-
-
-def accept_on_device(logits: Tensor, drafts: Sequence[Sequence[int]], keys: Tensor | None) -> Matched:
-    """Greedy and coupled verification of processed logits [M, V] fp32; `keys` are those of SamplingBatch.noise_keys."""
-    from specpaged_kernels.accept import accept
-
-    if not drafts:
-        return [], [], []
-    return _matched(accept(logits, *_packed(drafts, logits.device), keys))
-
-
-def reject_on_device(
-    logits: Tensor,
-    draft: DraftOutput,
-    sampling: SamplingBatch,
-    request_idx: Sequence[int],
-    num_drafts_seen: Sequence[int],
-) -> Matched:
-    """Rejection sampling of processed logits [M, V] fp32."""
-    from specpaged_kernels.rejection import reject
-
-    drafts, device = draft.token_ids, logits.device
-    seeds = [sampling.requests[i].seed for i in request_idx]
-    output_idx = [sampling.output_idx(i, seen) for i, seen in zip(request_idx, num_drafts_seen, strict=True)]
-    uniforms = [uniform(seed, t, ACCEPT) for seed, t in zip(seeds, output_idx, strict=True)]
-    recover_keys = noise_keys(seeds, output_idx, "cpu", RECOVER).to(device)
-    keys = sampling.noise_keys(request_idx, num_drafts_seen)
-    return _matched(
-        reject(
-            logits,
-            *_packed(drafts, device),
-            _packed_probs(draft, logits),
-            torch.tensor(uniforms, dtype=torch.float64).to(device),
-            keys,
-            recover_keys,
-        )
-    )
 
 
 def _packed_probs(draft: DraftOutput, logits: Tensor) -> Tensor | None:

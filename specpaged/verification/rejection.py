@@ -14,15 +14,14 @@ from torch import Tensor
 from specpaged.sampling.batch import SamplingBatch
 from specpaged.sampling.elementwise import log_fp32_
 from specpaged.sampling.noise import ACCEPT, RECOVER, gumbel_noise, uniform
-from specpaged.verification.base import VerifyOutput, output_logprobs, verify_rows
-from specpaged.verification.device import fits, reject_on_device
+from specpaged.verification.base import Matched, Verifier, VerifyRows
 from specpaged.verification.greedy import accept_matching
 
 if TYPE_CHECKING:
     from specpaged.drafting.base import DraftOutput
 
 
-class RejectionVerifier:
+class RejectionVerifier(Verifier):
     """A draft d stands with probability min(1, target(d) / draft(d)), both after processing.
 
     The token after a rejection is *recovered*: drawn from max(0, target - draft), renormalised. The one after
@@ -32,15 +31,10 @@ class RejectionVerifier:
 
     name = "rejection"
 
-    def verify(self, logits: Tensor, draft: DraftOutput, sampling: SamplingBatch) -> VerifyOutput:
-        """See Verifier.verify. A draft without probabilities (`draft.probs[i]` is None) was certain of its tokens."""
-        drafts = draft.token_ids
-        request_idx, num_drafts_seen = verify_rows(drafts)
-        processed = sampling.process(logits, request_idx, num_drafts_seen, drafts)
-        if sampling.backend == "triton" and not sampling.all_greedy and fits(drafts):
-            token_ids, num_accepted, failed = reject_on_device(processed, draft, sampling, request_idx, num_drafts_seen)
-            return VerifyOutput(token_ids, num_accepted, failed, output_logprobs(logits, drafts, token_ids, sampling))
-        sampled, ok = (x.tolist() for x in sampling.sample(processed, request_idx, num_drafts_seen))
+    def match(self, rows: VerifyRows, draft: DraftOutput, sampling: SamplingBatch) -> Matched:
+        """See Verifier.match."""
+        drafts, processed = draft.token_ids, rows.logits
+        sampled, ok = (x.tolist() for x in sampling.sample(processed, rows.request_idx, rows.num_drafts_seen))
         token_ids, num_accepted, failed = accept_matching(drafts, sampled, ok)
         # The rows that judge a draft token by chance, packed: `first_row` of M and `first` of these, per request.
         chosen, judged, first_row = [], [], 0
@@ -53,7 +47,7 @@ class RejectionVerifier:
             indices = [i for i, _, _ in chosen]
             target_probs = sampling.probs(processed[torch.tensor(judged, device=processed.device)])
             draft_probs = _draft_probs(draft, indices, target_probs)
-            column = torch.tensor([v for i in indices for v in drafts[i]], device=logits.device).unsqueeze(-1)
+            column = torch.tensor([v for i in indices for v in drafts[i]], device=processed.device).unsqueeze(-1)
             target_chances = target_probs.gather(1, column).squeeze(-1).tolist()
             draft_chances = draft_probs.gather(1, column).squeeze(-1).tolist()
             rejected: list[tuple[int, int]] = []  # (request, packed row)
@@ -66,13 +60,13 @@ class RejectionVerifier:
                 if accepted < len(drafts[i]) and not failed[i]:
                     rejected.append((i, first + accepted))
             if rejected:
-                rows = torch.tensor([row for _, row in rejected], device=logits.device)
+                fallen = torch.tensor([row for _, row in rejected], device=processed.device)
                 seeds = [sampling.requests[i].seed for i, _ in rejected]
                 output_idx = [sampling.output_idx(i, num_accepted[i]) for i, _ in rejected]
-                recovered = recover(target_probs[rows], draft_probs[rows], seeds, output_idx).tolist()
+                recovered = recover(target_probs[fallen], draft_probs[fallen], seeds, output_idx).tolist()
                 for (i, _), token_id in zip(rejected, recovered, strict=True):
                     token_ids[i][-1] = token_id
-        return VerifyOutput(token_ids, num_accepted, failed, output_logprobs(logits, drafts, token_ids, sampling))
+        return token_ids, num_accepted, failed
 
 
 def _draft_probs(draft: DraftOutput, indices: Sequence[int], like: Tensor) -> Tensor:

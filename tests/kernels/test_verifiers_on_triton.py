@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from specpaged.drafting.base import DraftOutput
-from specpaged.sampling.batch import SamplingBatch, SamplingRequest
+from specpaged.sampling import get_sampling_batch
+from specpaged.sampling.batch import SamplingRequest
 from specpaged.sampling_params import SamplingParams
 from specpaged.verification import get_verifier
 from specpaged_kernels.limits import MAX_ROWS
@@ -42,7 +43,7 @@ def test_verifiers_decide_alike_on_both_backends(name, spoiled):
         if spoiled is not None:
             logits[spoiled] = float("nan")
         torch_side, triton_side = (
-            get_verifier(name).verify(logits, draft, SamplingBatch(requests, V, "cpu", backend))
+            get_verifier(name, backend).verify(logits, draft, get_sampling_batch(backend)(requests, V, "cpu"))
             for backend in ("torch", "triton")
         )
         assert triton_side == torch_side
@@ -56,7 +57,7 @@ def test_more_drafts_than_the_kernel_has_room_for_are_verified_all_the_same():
     logits, draft, requests = draws(0, MAX_ROWS + 3)
     for name in ("coupled", "rejection"):
         results = [
-            get_verifier(name).verify(logits, draft, SamplingBatch(requests, V, "cpu", backend))
+            get_verifier(name, backend).verify(logits, draft, get_sampling_batch(backend)(requests, V, "cpu"))
             for backend in ("torch", "triton")
         ]
         assert results[0] == results[1]
@@ -66,13 +67,13 @@ def test_a_draft_without_probabilities_beside_one_that_has_them():
     logits, draft, requests = draws(2, 3)
     mixed = DraftOutput(draft.token_ids, [draft.probs[0], None, draft.probs[2], None])
     results = [
-        get_verifier("rejection").verify(logits, mixed, SamplingBatch(requests, V, "cpu", backend))
+        get_verifier("rejection", backend).verify(logits, mixed, get_sampling_batch(backend)(requests, V, "cpu"))
         for backend in ("torch", "triton")
     ]
     assert results[0] == results[1]
 
 
 def test_a_step_without_rows_to_verify():
-    batch = SamplingBatch([], V, "cpu", "triton")
-    verified = get_verifier("coupled").verify(torch.empty(0, V), DraftOutput([], []), batch)
+    batch = get_sampling_batch("triton")([], V, "cpu")
+    verified = get_verifier("coupled", "triton").verify(torch.empty(0, V), DraftOutput([], []), batch)
     assert verified.token_ids == []

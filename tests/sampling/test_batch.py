@@ -3,6 +3,7 @@ import math
 import pytest
 import torch
 
+from specpaged.sampling import get_sampling_batch
 from specpaged.sampling.batch import SamplingBatch, SamplingRequest
 from specpaged.sampling_params import SamplingParams
 
@@ -102,7 +103,7 @@ def test_a_row_without_a_token_or_with_nan_is_not_ok(backend):
     logits[2, 3] = float("nan")
     logits[3, 1] = float("inf")
     for temperature in (0, 1.0):
-        batch = SamplingBatch([request(temperature=temperature)] * 4, 5, "cpu", backend)
+        batch = get_sampling_batch(backend)([request(temperature=temperature)] * 4, 5, "cpu")
         ids, ok = batch.sample(logits, [0, 1, 2, 3], [0] * 4)
         assert ok.tolist() == [True, False, False, True]
         assert ids[3] == 1

@@ -1,0 +1,23 @@
+"""Sampling by the kernel: noise is made where it is added, and never stored."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from specpaged.sampling.batch import SamplingBatch
+from specpaged_kernels.accept import sample
+
+
+class KernelSamplingBatch(SamplingBatch):
+    """SamplingBatch whose tokens are the kernel's."""
+
+    def sample(
+        self,
+        processed: Tensor,  # [M, V] fp32
+        request_idx: Sequence[int],
+        num_drafts_seen: Sequence[int],
+    ) -> tuple[Tensor, Tensor]:
+        """See SamplingBatch.sample."""
+        return sample(processed, self.noise_keys(request_idx, num_drafts_seen))
