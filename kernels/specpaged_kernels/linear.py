@@ -49,6 +49,29 @@ def choose_tiles(num_rows: int, out_features: int, in_features: int, dtype: torc
     return Tiles(128 if many else 64, block_n, block_k, split_len, 8 if many else 4, 3 if dtype.itemsize > 2 else 4)
 
 
+@triton.jit
+def product(
+    x, weight, rows, columns, num_rows, out_features, in_features, begin_split, end_split, split_len,
+    stride_x, stride_weight, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """[BLOCK_M, BLOCK_N] float32: x[rows] weight[columns]^T over some splits of K, each summed by itself."""
+    in_rows = (rows < num_rows)[:, None]
+    in_columns = (columns < out_features)[None, :]
+    steps = tl.arange(0, BLOCK_K)
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for split in range(begin_split, end_split):
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for start in range(split * split_len, tl.minimum((split + 1) * split_len, in_features), BLOCK_K):
+            k = start + steps
+            in_k = k < in_features
+            x_tile = tl.load(x + rows[:, None] * stride_x + k[None, :], mask=in_rows & in_k[None, :], other=0.0)
+            weight_ptrs = weight + columns[None, :] * stride_weight + k[:, None]
+            weight_tile = tl.load(weight_ptrs, mask=in_columns & in_k[:, None], other=0.0)
+            acc = tl.dot(x_tile, weight_tile, acc, input_precision="ieee")
+        total += acc
+    return total
+
+
 @kernel(
     "x", "weight", "output", "partial", "in_features", "out_features", "split_len",
     "stride_x", "stride_weight", "stride_output",
@@ -65,24 +88,14 @@ def _linear_kernel(
     columns = (tl.program_id(0) // num_row_tiles * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     in_rows = rows < num_rows
     in_columns = columns < out_features
-    steps = tl.arange(0, BLOCK_K)
     begin_split, end_split = 0, tl.cdiv(in_features, split_len)
     if APART:
         begin_split = tl.program_id(1)
         end_split = begin_split + 1
-    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for split in range(begin_split, end_split):
-        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        for start in range(split * split_len, tl.minimum((split + 1) * split_len, in_features), BLOCK_K):
-            k = start + steps
-            in_k = k < in_features
-            x_tile = tl.load(
-                x + rows[:, None] * stride_x + k[None, :], mask=in_rows[:, None] & in_k[None, :], other=0.0
-            )
-            weight_ptrs = weight + columns[None, :] * stride_weight + k[:, None]
-            weight_tile = tl.load(weight_ptrs, mask=in_columns[None, :] & in_k[:, None], other=0.0)
-            acc = tl.dot(x_tile, weight_tile, acc, input_precision="ieee")
-        total += acc
+    total = product(
+        x, weight, rows, columns, num_rows, out_features, in_features, begin_split, end_split, split_len,
+        stride_x, stride_weight, BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
     stored = in_rows[:, None] & in_columns[None, :]
     if APART:
         partial += tl.program_id(1).to(tl.int64) * num_rows * out_features

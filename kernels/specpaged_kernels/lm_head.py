@@ -17,7 +17,7 @@ from torch import Tensor
 
 from specpaged_kernels.jit import TYPES, Variant, kernel
 from specpaged_kernels.limits import DTYPES
-from specpaged_kernels.linear import Tiles, choose_tiles, linear_ref
+from specpaged_kernels.linear import Tiles, choose_tiles, linear_ref, product
 
 MAX_SLICES = 512  # of the vocabulary: about four programs per multiprocessor of a large device
 MERGED_ROWS = 4  # of one program of the second kernel
@@ -35,26 +35,16 @@ def _lm_head_kernel(
     rows = (tl.program_id(0) % num_row_tiles * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     vocab_slice = tl.program_id(0) // num_row_tiles
     in_rows = rows < num_rows
-    steps = tl.arange(0, BLOCK_K)
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
     best_id = tl.full([BLOCK_M], NO_ID, tl.int32)
     any_nan = tl.zeros([BLOCK_M], tl.int32)
     for tile in range(vocab_slice * tiles_per_slice, (vocab_slice + 1) * tiles_per_slice):
         ids = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         in_vocab = ids < vocab_size
-        total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        for split in range(tl.cdiv(in_features, split_len)):
-            acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-            for start in range(split * split_len, tl.minimum((split + 1) * split_len, in_features), BLOCK_K):
-                k = start + steps
-                in_k = k < in_features
-                x_tile = tl.load(
-                    x + rows[:, None] * stride_x + k[None, :], mask=in_rows[:, None] & in_k[None, :], other=0.0
-                )
-                weight_ptrs = weight + ids.to(tl.int64)[None, :] * stride_weight + k[:, None]
-                weight_tile = tl.load(weight_ptrs, mask=in_vocab[None, :] & in_k[:, None], other=0.0)
-                acc = tl.dot(x_tile, weight_tile, acc, input_precision="ieee")
-            total += acc
+        total = product(
+            x, weight, rows, ids.to(tl.int64), num_rows, vocab_size, in_features,
+            0, tl.cdiv(in_features, split_len), split_len, stride_x, stride_weight, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
         if HAS_BIAS:
             total += tl.load(bias + ids, mask=in_vocab, other=0.0).to(tl.float32)[None, :]
         logits = total.to(x.dtype.element_ty).to(tl.float32)
