@@ -120,7 +120,7 @@ def verify(
     device: Device = "cpu",
     numerics: Numerics = "exact",
     attention_backend: AttentionBackend = "auto",
-    threads: Threads = None,
+    threads: Threads = 1,
     trust_remote_code: TrustRemoteCode = False,
     reference: Annotated[
         str,
@@ -135,26 +135,28 @@ def verify(
     output: Output = None,
     as_json: AsJson = False,
 ) -> None:
-    """Decode every prompt plainly, one at a time, and speculatively in batches; compare token ids."""
+    """Decode every prompt plainly, one at a time, and speculatively in batches; compare token ids.
+
+    One at a time they are decoded in as many processes as the CPU has cores for, --threads each.
+    """
     arguments = {k: v for k, v in locals().items() if k not in ("reference", "plain_batch", "as_json")}
     from specpaged import reference as references
+    from specpaged.one_at_a_time import num_processes
 
     _checked(references.check_reference, reference, temperature)
     if temperature > 0 and seed is None:
         arguments["seed"] = 0  # both runs need the same seeds
     job = _prepare(arguments)
-    runs, transformers = [], None
-    if reference == "plain":
+    model = job.llm.engine.target.model
+    processes = num_processes(len(job.token_ids), model.weight_bytes, model.device)
+    console.print(f"[dim]{references.reference_label(reference, processes)}[/]")
+    runs = [_checked(references.run_reference, reference, job, processes)]
+    if plain_batch:
         opted_out = [replace(p, extra_args={"num_speculative_tokens": 0}) for p in job.params]
-        runs.append(_run(job, "plain, one at a time", opted_out, one_at_a_time=True))
-        if plain_batch:
-            runs.append(_run(job, f"plain, batch of {max_num_seqs}", opted_out))
-    else:
-        transformers = references.TransformersReference(job.llm)
-        runs.append(_checked(references.run_transformers, job, transformers))
+        runs.append(_run(job, f"plain, batch of {max_num_seqs}", opted_out))
     if runs[-1].label != job.label:  # without a draft that run is done
         runs.append(_run(job, job.label))
-    mismatches = _checked(references.judge, job, runs, transformers)
+    mismatches = _checked(references.judge, reference, job, runs)
     _print_verdict(job, runs, mismatches)
     _write_completions(job, runs[-1], output)
     faults = [m for m in mismatches if m.label == "fault"]

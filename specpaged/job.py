@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from specpaged.llm import LLM
 from specpaged.outputs import RequestOutput
@@ -20,16 +19,12 @@ from specpaged.sampling_params import SamplingParams
 
 @dataclass(frozen=True)
 class Run:
-    """Outputs of one way of decoding, and the wall time that they took, prefill included."""
+    """The first completion of every prompt by one way of decoding, and the wall time that it took, prefill included."""
 
     label: str
-    outputs: list[RequestOutput]
+    token_ids: list[list[int]]
     seconds: float
-
-    @property
-    def token_ids(self) -> list[list[int]]:
-        """The first completion of every prompt."""
-        return [output.outputs[0].token_ids if output.outputs else [] for output in self.outputs]
+    outputs: Sequence[RequestOutput] = ()  # of an engine's run
 
     @property
     def tokens_per_second(self) -> float:
@@ -107,14 +102,11 @@ class Job:
         batch = f"batch of {self.llm.config.max_num_seqs}"
         return f"speculative, {batch}, K = {k}" if k else f"plain, {batch}"
 
-    def run(self, label: str, params: Sequence[SamplingParams] | None = None, one_at_a_time: bool = False) -> Run:
-        """Decode every prompt, with a progress bar."""
-        params = params or self.params
+    def run(self, label: str, params: Sequence[SamplingParams] | None = None) -> Run:
+        """Decode the prompts in batches, with a progress bar."""
         prompts = [{"prompt_token_ids": ids} for ids in self.token_ids]
         start = time.perf_counter()
-        if one_at_a_time:
-            pairs = tqdm(list(zip(prompts, params, strict=True)), unit="prompt")
-            outputs = [self.llm.generate(prompt, p, use_tqdm=False)[0] for prompt, p in pairs]
-        else:
-            outputs = self.llm.generate(prompts, params)
-        return Run(label, outputs, time.perf_counter() - start)
+        outputs = self.llm.generate(prompts, params or self.params)
+        seconds = time.perf_counter() - start
+        token_ids = [output.outputs[0].token_ids if output.outputs else [] for output in outputs]
+        return Run(label, token_ids, seconds, outputs)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
-from tqdm import tqdm
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from specpaged.config import EngineConfig
 from specpaged.equivalence import Mismatch, TopTwo, compare, is_near_tie
 from specpaged.job import Job, Run
 from specpaged.llm import LLM
-from specpaged.metrics import RequestMetrics
 from specpaged.modeling.rope import freeze_rope
-from specpaged.outputs import CompletionOutput, RequestOutput
+from specpaged.one_at_a_time import decode
 from specpaged.sampling_params import SamplingParams
 
 REFERENCES = ("plain", "hf")
@@ -32,35 +32,48 @@ def check_reference(reference: str, temperature: float) -> None:
         )
 
 
-class TransformersReference:
-    """The target in transformers' own code, greedily, one prompt at a time."""
+class PlainReference:
+    """Our own plain decoding."""
 
     def __init__(self, llm: LLM):
-        model = llm.engine.target.model
+        self.llm = llm
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> PlainReference:
+        """With an engine of its own, which holds no draft and one sequence."""
+        arguments = {name: getattr(config, name) for name in EngineConfig.__dataclass_fields__}
+        arguments |= {"speculative_config": None, "max_num_seqs": 1, "kv_cache_memory_bytes": None}
+        return cls(LLM(**arguments))
+
+    def generate(self, token_ids: Sequence[int], params: SamplingParams) -> list[int]:
+        """See one_at_a_time.Reference."""
+        plain = replace(params, extra_args={"num_speculative_tokens": 0})
+        return self.llm.generate({"prompt_token_ids": token_ids}, plain, use_tqdm=False)[0].outputs[0].token_ids
+
+
+class TransformersReference:
+    """The target in transformers' own code, greedily."""
+
+    def __init__(self, model: str, dtype: torch.dtype, device: str, max_model_len: int, eos: list[int], trust: bool):
         self.model = AutoModelForCausalLM.from_pretrained(
-            llm.config.model,
-            dtype=model.dtype,
-            attn_implementation="sdpa",
-            use_safetensors=True,
-            trust_remote_code=llm.config.trust_remote_code,
-        ).to(model.device)
-        freeze_rope(self.model, model.max_model_len)  # as ours: the same function of a position at every length
+            model, dtype=dtype, attn_implementation="sdpa", use_safetensors=True, trust_remote_code=trust
+        ).to(device)
+        freeze_rope(self.model, max_model_len)  # as ours: the same function of a position at every length
         self.model.eval()
         # A fresh configuration: the checkpoint's may hold penalties that nobody asked us for. It must be the
         # model's own, too: `generate` fills up what an argument leaves open from there.
-        eos = list(model.eos_token_ids)
         self.model.generation_config = GenerationConfig(
             do_sample=False, eos_token_id=eos or None, pad_token_id=eos[0] if eos else 0
         )
 
     @torch.inference_mode()
-    def generate(self, token_ids: Sequence[int], max_tokens: int) -> list[int]:
-        """Greedy continuation of one prompt."""
+    def generate(self, token_ids: Sequence[int], params: SamplingParams) -> list[int]:
+        """See one_at_a_time.Reference."""
         input_ids = torch.tensor([list(token_ids)], device=self.model.device)
         output = self.model.generate(
             input_ids,
             attention_mask=torch.ones_like(input_ids),
-            max_new_tokens=max_tokens,
+            max_new_tokens=params.max_tokens,
         )
         return output[0, len(token_ids) :].tolist()
 
@@ -72,21 +85,45 @@ class TransformersReference:
         return TopTwo(tuple(ids.tolist()), tuple(values.tolist()))
 
 
-def run_transformers(job: Job, reference: TransformersReference) -> Run:
-    """Every prompt of the job through transformers' `generate`, with a progress bar."""
+def transformers_reference(llm: LLM) -> Callable[[], TransformersReference]:
+    """What makes transformers' reference for the target of `llm`, in any process."""
+    model, config = llm.engine.target.model, llm.config
+    return partial(
+        TransformersReference,
+        config.model,
+        model.dtype,
+        config.device,
+        model.max_model_len,
+        list(model.eos_token_ids),
+        config.trust_remote_code,
+    )
+
+
+def run_reference(reference: str, job: Job, processes: int) -> Run:
+    """Every prompt of the job by the reference, one at a time, with a progress bar."""
+    if reference == "hf":
+        make = transformers_reference(job.llm)
+    elif processes == 1:
+        make = partial(PlainReference, job.llm)
+    else:
+        make = partial(PlainReference.of, job.llm.config)
     start = time.perf_counter()
-    outputs = []
-    for i, (token_ids, params) in enumerate(zip(tqdm(job.token_ids, unit="prompt"), job.params, strict=True)):
-        completion = CompletionOutput(0, "", reference.generate(token_ids, params.max_tokens), None, None, "stop")
-        outputs.append(RequestOutput(str(i), None, token_ids, None, [completion], True, RequestMetrics()))
-    return Run("transformers generate, one at a time", outputs, time.perf_counter() - start)
+    token_ids = decode(make, job.token_ids, job.params, processes)
+    return Run(reference_label(reference, processes), token_ids, time.perf_counter() - start)
 
 
-def judge(job: Job, runs: Sequence[Run], transformers: TransformersReference | None) -> list[Mismatch]:
-    """Where later runs differ from the first. Against our own plain decoding (None), any difference is a fault."""
+def reference_label(reference: str, processes: int) -> str:
+    """How the reference decodes."""
+    label = {"plain": "plain", "hf": "transformers generate"}[reference] + ", one at a time"
+    return f"{label} in {processes} processes" if processes > 1 else label
+
+
+def judge(reference: str, job: Job, runs: Sequence[Run]) -> list[Mismatch]:
+    """Where later runs differ from the first. Against our own plain decoding, any difference is a fault."""
     mismatches = [m for run in runs[1:] for m in compare(runs[0].token_ids, run.token_ids)]
-    if transformers is None:
+    if reference == "plain" or not mismatches:
         return mismatches
+    transformers = transformers_reference(job.llm)()
     dtype = str(transformers.model.dtype).removeprefix("torch.")
     judged = []
     for mismatch in mismatches:

@@ -106,7 +106,8 @@ def test_the_judge_tells_near_ties_from_faults_at_the_place_where_outputs_part(m
         SimpleNamespace(token_ids=[[3, 1, 4], [1], [8, 1], [9]]),
         SimpleNamespace(token_ids=[[3, 2, 0], [2], [8], [9]]),
     ]
-    judged = references.judge(job, runs, FakeTransformers(llm))
+    monkeypatch.setattr(references, "transformers_reference", lambda llm: lambda: FakeTransformers(llm))
+    judged = references.judge("hf", job, runs)
     assert [(m.prompt_idx, m.position, m.label) for m in judged] == [
         (0, 1, "near-tie"),
         (1, 0, "fault"),
@@ -114,13 +115,13 @@ def test_the_judge_tells_near_ties_from_faults_at_the_place_where_outputs_part(m
     ]
     assert [m.margin for m in judged] == [pytest.approx(5e-5), pytest.approx(0.5), None]
     assert llm.seen == [[5, 5, 3], [50]]  # the prompt and what both had said
-    assert {m.label for m in references.judge(job, runs, None)} == {"fault"}  # own decoding: no ties
+    assert {m.label for m in references.judge("plain", job, runs)} == {"fault"}  # own decoding: no ties
 
 
 def test_references_are_refused_by_name():
     with pytest.raises(ValueError, match="--reference='vllm' is not known; allowed: plain, hf"):
-        references.check_reference("vllm", 0.0, None)
+        references.check_reference("vllm", 0.0)
     with pytest.raises(ValueError, match=r"--temperature=0.8 .*allowed: --temperature 0, or --reference plain"):
-        references.check_reference("hf", 0.8, 3)
-    references.check_reference("plain", 0.8, None)
-    references.check_reference("hf", 0.0, None)
+        references.check_reference("hf", 0.8)
+    references.check_reference("plain", 0.8)
+    references.check_reference("hf", 0.0)

@@ -1,0 +1,44 @@
+"""Decoding one at a time: the same in several processes as in one."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from specpaged import LLM, SamplingParams
+from specpaged.one_at_a_time import MAX_WEIGHT_BYTES, MIN_PROMPTS, decode, num_processes
+from specpaged.reference import PlainReference
+from tests import toys
+
+
+def test_processes_decode_what_one_decodes_and_raise_what_one_raises(toy_pair):
+    llm = LLM(toy_pair.target, speculative_config={"model": toy_pair.draft}, max_model_len=64)
+    prompts = [prompt["prompt_token_ids"] for prompt in toys.prompts(5, longest=20)]
+    params = [SamplingParams(temperature=t, seed=7, max_tokens=6) for t in (0.0, 0.8, 0.0, 1.0, 0.0)]
+    expected = decode(partial(PlainReference, llm), prompts, params, processes=1)
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    assert expected == [output.outputs[0].token_ids for output in outputs]
+    make = partial(PlainReference.of, llm.config)
+    assert decode(make, prompts, params, processes=2) == expected
+    with pytest.raises(ValueError, match="max_model_len"):
+        decode(make, [[1] * 64], params[:1], processes=2)
+
+
+@pytest.mark.parametrize(
+    ("num_prompts", "weight_bytes", "device", "expected"),
+    [
+        (480, 10**6, "cpu", 4),
+        (MIN_PROMPTS - 1, 10**6, "cpu", 1),
+        (2 * MIN_PROMPTS, 10**6, "cpu", 2),
+        (480, MAX_WEIGHT_BYTES // 3, "cpu", 3),
+        (480, 10 * MAX_WEIGHT_BYTES, "cpu", 1),
+        (480, 10**6, "cuda", 1),
+    ],
+)
+def test_there_are_as_many_processes_as_cores_prompts_and_memory_allow(
+    monkeypatch, num_prompts, weight_bytes, device, expected
+):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(4)), raising=False)
+    assert num_processes(num_prompts, weight_bytes, torch.device(device)) == expected
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0}, raising=False)
+    assert num_processes(num_prompts, weight_bytes, torch.device(device)) == 1
