@@ -24,7 +24,7 @@ demo: install
 	$(BIN)/specpaged verify --max-num-seqs 8 --num-speculative-tokens 5 --max-tokens 64 --plain-batch
 
 test: install
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
 lint: install
 	$(BIN)/ruff check .

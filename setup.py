@@ -31,7 +31,7 @@ setup(
         "xformers": ["xformers>=0.0.35"],
         "vllm": ["vllm>=0.30,<0.34"],
         "bench": ["pytest-benchmark", "matplotlib", "psutil"],
-        "dev": ["pytest", "pytest-benchmark", "hypothesis", "ruff", "matplotlib", "psutil"],
+        "dev": ["pytest", "pytest-benchmark", "pytest-xdist", "hypothesis", "ruff", "matplotlib", "psutil"],
     },
     entry_points={"console_scripts": ["specpaged = specpaged.cli:app"]},
 )

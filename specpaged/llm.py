@@ -27,6 +27,7 @@ Prompt = str | Mapping[str, Any]
 
 DEFAULT_CPU_KV_BYTES = 1 << 30
 GPU_KV_FRACTION = 0.8
+GPU_BLOCK_SIZE = 64
 _TOKENS_FORM = "{'prompt_token_ids': [...]}"
 
 
@@ -265,6 +266,8 @@ def _engine_config(
             raise ValueError(
                 f"LLM() has no argument {name!r}; allowed: model, speculative_config, {', '.join(allowed)}"
             )
+    if str(engine_arguments.get("device", "")).startswith("cuda"):  # larger blocks cost the kernels fewer look-ups
+        engine_arguments = {"block_size": GPU_BLOCK_SIZE, **engine_arguments}
     return EngineConfig(
         model=EMBEDDED_TARGET if model is None else str(model),
         speculative_config=speculative_config,

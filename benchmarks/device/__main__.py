@@ -10,6 +10,7 @@ import argparse
 import datetime
 import json
 import re
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -59,16 +60,29 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         except Exception as error:  # the rest of the run is worth having
             result[name] = {"failed": f"{type(error).__name__}: {error}"[:2000]}
         console.print(f"{'failed' if 'failed' in result[name] else 'done'}, {time.perf_counter() - start:.0f} s")
+        if scale.on_gpu:  # whatever stops the run later
+            _write(result, options.out)
         if scale.on_gpu:
             torch.cuda.empty_cache()
     _print_tables(result)
-    line = json.dumps(result)
-    if scale.on_gpu:
-        options.out.mkdir(parents=True, exist_ok=True)
-        device = re.sub(r"[^a-z0-9]+", "-", result["device"]["name"].lower()).strip("-")
-        (options.out / f"device-{device}-{datetime.date.today().isoformat()}.json").write_text(line + "\n")
-    print(line)
+    print(json.dumps(result))
     return result
+
+
+def succeeded(result: dict[str, Any]) -> bool:
+    """Whether every section ran and every check of exactness holds."""
+    if any("failed" in section for section in result.values()):
+        return False
+    same = [check for checks in result["exactness"].values() for check in checks.values()]
+    runs = result.get("end_to_end", {}).values()
+    return all(same) and all(run["identical"] == run["prompts"] for run in runs)
+
+
+def _write(result: dict[str, Any], folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    device = re.sub(r"[^a-z0-9]+", "-", result["device"]["name"].lower()).strip("-")
+    name = f"device-{device}-{datetime.date.today().isoformat()}.json"
+    (folder / name).write_text(json.dumps(result) + "\n")
 
 
 def _device(on_gpu: bool) -> dict[str, Any]:
@@ -135,7 +149,7 @@ def _linear_table(entries: list[dict[str, Any]]) -> Table:
 
 
 def _rollback_table(entries: list[dict[str, Any]]) -> Table:
-    table = Table(title="rollback of one round, all layers; us and bytes moved")
+    table = Table(title="rollback of one round, all layers; us: truncate of host time, the dense ways of device time")
     ways = ("truncate", "realign", "torch repad")
     for column in ("B", "context", *ways, "MB moved by the dense ways"):
         table.add_column(column, justify="right")
@@ -148,4 +162,4 @@ def _rollback_table(entries: list[dict[str, Any]]) -> Table:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(0 if succeeded(main()) else 1)

@@ -30,7 +30,7 @@ def run(scale: Scale) -> dict[str, Any]:
 
 
 def _attention_rows(scale: Scale, dtype: torch.dtype, group: int) -> bool:
-    """A prefill of many tokens, verifies of 6, and single tokens, of one sequence among others."""
+    """A prefill of many tokens, verifies of 6, and single tokens, of one sequence among others and in other pages."""
     tokens = 40 if scale.on_gpu else 20
     context = scale.context_lens[0] + 3
     pages = make_pages(
@@ -39,13 +39,18 @@ def _attention_rows(scale: Scale, dtype: torch.dtype, group: int) -> bool:
     )  # fmt: skip
     together = paged_attention(*pages.arguments)[3:]
     tiles = choose_tiles(scale.head_dim, group, dtype)
+    blocks = pages.kv_pool.view(-1, scale.block_size, *pages.kv_pool.shape[1:])
+    moved = torch.randperm(len(blocks), device=scale.device)  # block b goes to moved[b]
+    pool = torch.empty_like(blocks)
+    pool[moved] = blocks
+    table = moved[pages.page_table[1:2].long()].to(torch.int32)
     for start, stop in [(0, 6), (7, 13), (tokens - 6, tokens), *((t, t + 1) for t in range(0, tokens, 7))]:
         bounds = torch.tensor([0, stop - start], dtype=torch.int32)
         contexts = torch.tensor([context + start], dtype=torch.int32)
         work_list = work_list_ref(bounds, contexts, tiles.tokens(group), tiles.split_len)
         work_list = type(work_list)(work_list.item_seq.to(scale.device), work_list.cu_items.to(scale.device))
         alone = paged_attention(
-            pages.query[3 + start : 3 + stop], pages.kv_pool, pages.page_table[1:2], bounds.to(scale.device),
+            pages.query[3 + start : 3 + stop], pool.flatten(0, 1), table, bounds.to(scale.device),
             contexts.to(scale.device), pages.block_size, work_list,
         )  # fmt: skip
         if not torch.equal(alone, together[start:stop]):
@@ -74,7 +79,7 @@ def _norm_rows(scale: Scale, dtype: torch.dtype) -> bool:
 
 
 def end_to_end(scale: Scale) -> dict[str, Any]:
-    """The embedded pair, plain one at a time and speculative in a batch, greedy and sampled, in every dtype."""
+    """The embedded pair, plain one at a time and speculative in a batch, greedy and sampled, float32 and bfloat16."""
     prompts = [record.text for record in evenly_spread(load_prompts(None), scale.num_prompts)]
     results: dict[str, Any] = {}
     for dtype in ("float32", "bfloat16"):

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 import torch
 
-FLUSH_BYTES = 512 << 20  # several times any L2; writing it takes longer than launching what is timed
+FLUSH_BYTES = 512 << 20  # several times any L2; reading it takes longer than launching what is timed
 MIN_SECONDS = 1e-7
 
 
 @dataclass(frozen=True)
 class Timing:
-    """In seconds. `captured`: as a CUDA graph, so that launching costs nothing."""
+    """In seconds. `captured`: replayed as a CUDA graph, so that launching costs nothing."""
 
     median: float
     low: float  # 10th percentile
@@ -27,15 +27,19 @@ class Timer:
 
     def __init__(self, repeats: int = 20):
         self.repeats = repeats
-        self._flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
+        self._flush = torch.zeros(FLUSH_BYTES // 4, dtype=torch.float32, device="cuda")
 
-    def __call__(self, function: Callable[[], object]) -> Timing:
-        """Run `function` until it is compiled, capture it where it lets itself be captured, and time it."""
-        run, captured = _capture(function)
+    def __call__(self, function: Callable[[], object], capture: bool = True) -> Timing:
+        """Run `function` until it is compiled, capture it, and time it.
+
+        What may wait for the device must not be captured: a capture that fails leaves torch's state spoiled.
+        """
+        run = _capture(function) if capture else _warm(function)
         seconds = []
         for _ in range(self.repeats):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            self._flush.zero_()
+            # Read, not written: dirty lines would be written back while the clock runs.
+            self._flush.sum()
             begin.record()
             run()
             end.record()
@@ -43,7 +47,7 @@ class Timer:
             seconds.append(max(MIN_SECONDS, begin.elapsed_time(end) / 1e3))
         ordered = sorted(seconds)
         tenth = len(ordered) // 10
-        return Timing(statistics.median(ordered), ordered[tenth], ordered[-1 - tenth], captured)
+        return Timing(statistics.median(ordered), ordered[tenth], ordered[-1 - tenth], capture)
 
     def copy_bandwidth(self, num_bytes: int = 2 << 30) -> float:
         """Bytes per second, read and written, of a device-to-device copy."""
@@ -57,19 +61,20 @@ class Timer:
         return num_bytes / self(lambda: source.sum()).median
 
 
-def _capture(function: Callable[[], object]) -> tuple[Callable[[], object], bool]:
+def _warm(function: Callable[[], object]) -> Callable[[], object]:
+    for _ in range(3):
+        function()
+    torch.cuda.synchronize()
+    return function
+
+
+def _capture(function: Callable[[], object]) -> Callable[[], object]:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        for _ in range(3):
-            function()
+        _warm(function)
     torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph):
-            function()
-    except RuntimeError:  # it waits for the device, or allocates outside torch
-        torch.cuda.synchronize()
-        return function, False
-    return graph.replay, True
+    with torch.cuda.graph(graph):
+        function()
+    return graph.replay

@@ -9,6 +9,7 @@ import torch
 
 HEAD_DIMS = (32, 64, 128, 256)  # in the interpreter, whatever lies between
 BLOCK_SIZES = (16, 128)  # the smallest and the largest power of two
+MIN_CAPABILITY = (8, 0)
 MAX_VOCAB_SIZE = 64 * 8192
 MAX_NORM_SIZE = 16384
 MAX_ROWS = 32  # that one sequence verifies: K + 1
@@ -40,6 +41,8 @@ def why_not(
     """Why a model's passes cannot run in these kernels; None if they can."""
     if device.type != "cuda" and not interpreted():
         return f"device {str(device)!r} is no CUDA device (Triton's interpreter, TRITON_INTERPRET=1, is for tests)"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < MIN_CAPABILITY:
+        return f"device {str(device)!r} has compute capability below {MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]}"
     if not BLOCK_SIZES[0] <= block_size <= BLOCK_SIZES[1] or block_size & (block_size - 1):
         return f"block_size={block_size} is no power of two from {BLOCK_SIZES[0]} to {BLOCK_SIZES[1]}"
     if dtype not in DTYPES:

@@ -151,7 +151,8 @@ def variants() -> Iterator[Variant]:
         for has_bias in (False, True):
             for tiles in (few, many):
                 yield Variant(_linear_kernel, types, _linear_constants(tiles, False, has_bias))
-            yield Variant(_merge_kernel, types | {"partial": "*fp32"}, _merge_constants(has_bias))
+            of_merge = {name: types[name] for name in ("bias", "output")} | {"partial": "*fp32"}
+            yield Variant(_merge_kernel, of_merge, _merge_constants(has_bias))
 
 
 def linear(

@@ -82,16 +82,20 @@ def _pack_kernel(
         position = (context + t).to(tl.int64)
         table = page_table + b.to(tl.int64) * stride_table
         block = tl.load(table + position // block_size, mask=t < length, other=0).to(tl.int64)
-        tl.store(token_ids + row + t, tl.where(drafted, draft, known), mask=t < length)
-        tl.store(positions + row + t, position, mask=t < length)
-        tl.store(slot_mapping + row + t, block * block_size + position % block_size, mask=t < length)
+        # Room is the host's to give, and lengths are known here alone: what does not fit is lost, not strewn.
+        stored = (t < length) & (row + t < num_rows)
+        tl.store(token_ids + row + t, tl.where(drafted, draft, known), mask=stored)
+        tl.store(positions + row + t, position, mask=stored)
+        tl.store(slot_mapping + row + t, block * block_size + position % block_size, mask=stored)
     wanted = tl.load(num_logits + b)
     for start in range(0, wanted, BLOCK_T):
         j = start + steps
-        tl.store(logits_idx + logit + j, (row + length - wanted + j).to(tl.int64), mask=j < wanted)
+        stored = (j < wanted) & (logit + j < max_logits)
+        tl.store(logits_idx + logit + j, (row + length - wanted + j).to(tl.int64), mask=stored)
     num_items = tl.sum(tl.where(idx == b, items, 0))
     for start in range(0, num_items, BLOCK_T):
-        tl.store(item_seq + item + start + steps, tl.zeros([BLOCK_T], tl.int32) + b, mask=start + steps < num_items)
+        tl.store(item_seq + item + start + steps, tl.zeros([BLOCK_T], tl.int32) + b,
+                 mask=(start + steps < num_items) & (item + start + steps < max_items))  # fmt: skip
 
 
 BLOCKS = (64, 1024)  # sequences, the next of these
@@ -128,8 +132,8 @@ def pack(
     page_table: Tensor,  # [B, max_blocks] int32, covering all that the pass writes
     block_size: int,
     num_rows: int,  # N, at least all tokens
-    max_logits: int,  # M
-    max_items: int,  # W
+    max_logits: int,  # M, at least all that are wanted
+    max_items: int,  # W, at least the work list's
     tokens: int,  # query tokens of a program of paged_attention: Tiles.tokens(G)
     split_len: int,
 ) -> Packed:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -282,6 +283,12 @@ def work_list_ref(
     )
 
 
+@lru_cache(maxsize=16)
+def _no_sinks(num_heads: int, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.full((num_heads,), float("-inf"), device=device)
+
+
 def _merge_constants(head_dim: int, tiles: Tiles) -> dict[str, Any]:
     return {
         "HEAD_DIM": head_dim,
@@ -299,7 +306,8 @@ def _attend_constants(head_dim: int, tiles: Tiles, small_blocks: bool, has_softc
         "BLOCK_N": tiles.block_n,
         "SMALL_BLOCKS": small_blocks,
         "HAS_SOFTCAP": has_softcap,
-        "num_stages": 2 if has_softcap else tiles.num_stages,
+        # Soft-capping takes registers, which a stage less gives back where rows are few.
+        "num_stages": 2 if has_softcap and tiles.block_m == 32 else tiles.num_stages,
     }
 
 
@@ -352,8 +360,7 @@ def paged_attention(
     partial_acc = torch.empty(partial_rows, head_dim, dtype=torch.float32, device=query.device)
     partial_max, partial_sum = torch.empty(2, partial_rows, dtype=torch.float32, device=query.device)
     scale_log2 = (1 / math.sqrt(head_dim) if scaling is None else scaling) * LOG2_E.value
-    if sinks is None:
-        sinks = torch.full((num_heads,), float("-inf"), device=query.device)
+    sinks = _no_sinks(num_heads, query.device) if sinks is None else sinks
     window = NO_WINDOW if window is None else window
     small_blocks = _looks_up_each(block_size, head_dim, query.dtype, softcap is not None, tiles)
     _attend_kernel[(num_items + 1, num_kv_heads)](

@@ -31,10 +31,15 @@ class TritonPass:
             lengths = torch.tensor(self.batch.query_lens, dtype=torch.int32)
             bounds = torch.cat([lengths.new_zeros(1), lengths.cumsum(0, dtype=torch.int32)])
             made = work_list_ref(bounds, torch.tensor(self.batch.context_lens_host), tokens, split_len)
-            device = self.batch.token_ids.device
-            work_list = WorkList(made.item_seq.to(device), made.cu_items.to(device))
+            work_list = WorkList(*(self._uploaded(x) for x in (made.item_seq, made.cu_items)))
             self._work_lists[tokens, split_len] = work_list
         return work_list
+
+    def _uploaded(self, tensor: Tensor) -> Tensor:
+        device = self.batch.token_ids.device
+        if device.type != "cuda":
+            return tensor
+        return tensor.pin_memory().to(device, non_blocking=True)  # from pageable memory, a copy would wait
 
     def attend(
         self,

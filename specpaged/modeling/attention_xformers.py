@@ -18,9 +18,15 @@ PAGE = 64  # its pages are multiples of this
 
 
 def why_not(
-    device: torch.device, dtype: torch.dtype, geometries: Iterable[tuple[int, int, int]], block_size: int
+    device: torch.device,
+    dtype: torch.dtype,
+    geometries: Iterable[tuple[int, int, int]],
+    block_size: int,
+    numerics: str,
 ) -> str | None:
-    """Why it cannot serve a model here; None if it can. Its bits depend on the pass: numerics="fast" alone."""
+    """Why it cannot serve a model here; None if it can."""
+    if numerics == "exact":
+        return "the bits of its rows depend on the pass, and numerics is 'exact'"
     if importlib.util.find_spec("xformers") is None:
         return "xformers is not installed (pip install specpaged[xformers])"
     if not hasattr(tl, "make_block_ptr"):

@@ -28,6 +28,7 @@ def choose_backend(
     geometries: Collection[tuple[int, int, int]],  # (Hq, Hkv, D) of the layers
     block_size: int,
     vocab_size: int,
+    numerics: str,
 ) -> tuple[str, str | None]:
     """The backend, and what kept "auto" from Triton's kernels, which it takes on a GPU.
 
@@ -43,7 +44,7 @@ def choose_backend(
     if wanted == "xformers":
         from specpaged.modeling import attention_xformers
 
-        reason = attention_xformers.why_not(device, dtype, geometries, block_size)
+        reason = attention_xformers.why_not(device, dtype, geometries, block_size, numerics)
     else:
         reason = limits.why_not(device, dtype, geometries, block_size, vocab_size)
     if reason is None:

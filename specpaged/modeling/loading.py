@@ -73,7 +73,8 @@ def load_model(
     freeze_rope(module, max_model_len)
     geometries = {(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in layers}
     vocab_size = module.get_output_embeddings().weight.shape[0]
-    backend, not_triton = choose_backend(attention_backend, device, module.dtype, geometries, block_size, vocab_size)
+    placement = (device, module.dtype, geometries, block_size, vocab_size, numerics)
+    backend, not_triton = choose_backend(attention_backend, *placement)
     group = max(hq // hkv for hq, hkv, _ in geometries)
     loaded = LoadedModel(
         module=module,
@@ -95,18 +96,15 @@ def load_model(
         exact=numerics == "exact",
         num_threads=torch.get_num_threads(),
     )
-    if loaded.exact and backend == "triton":
-        use_kernel_norms(module, module.dtype)
-    else:
-        fuse_norms(module, module.dtype)
     if loaded.exact:
         _make_exact(loaded, geometries, not_triton)
     else:
+        fuse_norms(module, module.dtype)
         make_fast(module)
     loaded.weight_bytes = held_bytes(module)
-    check_against_eager(loaded)
+    check_against_eager(loaded, block_size)
     if loaded.exact:
-        check_rows(loaded)
+        check_rows(loaded, block_size)
     return loaded
 
 
@@ -123,6 +121,7 @@ def _make_exact(loaded: LoadedModel, geometries: set[tuple[int, int, int]], not_
         if name.endswith("inv_freq"):
             inner_sizes.add(buffer.shape[-1])
     try:
+        (use_kernel_norms if loaded.backend == "triton" else fuse_norms)(loaded.module, loaded.dtype)
         loaded.row_multiple, linears = make_exact(loaded.module, inner_sizes, loaded.dtype, loaded.backend)
         attention = "in fixed splits"
         if loaded.backend != "triton":

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from specpaged.modeling.numerics import InexactError
 from specpaged_kernels.limits import MAX_NORM_SIZE
 
 
@@ -90,5 +91,11 @@ def fuse_norms(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def use_kernel_norms(model: nn.Module, dtype: torch.dtype) -> None:
-    """Replaces RMS norms by our kernel, which rounds once where a model may round twice."""
+    """Replaces RMS norms by our kernel, which rounds once where a model may round twice. Raises InexactError."""
     _replace_norms(model, dtype, KernelRMSNorm, _close)
+    for path, module in model.named_modules():
+        if "RMSNorm" in type(module).__name__ and not isinstance(module, KernelRMSNorm):
+            raise InexactError(
+                f"numerics='exact' is not possible for this model in Triton's kernels: {path} "
+                f"({type(module).__name__}) is no RMS norm with one weight of up to {MAX_NORM_SIZE}"
+            )

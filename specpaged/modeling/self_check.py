@@ -15,18 +15,20 @@ from specpaged.modeling.model_runner import ModelRunner
 from specpaged.modeling.numerics import InexactError
 from specpaged.paging.kv_cache import PagedKVCache
 
-# The smallest of each backend: where it can, the few tokens lie in several blocks.
-BLOCK_SIZES = {"torch": 4, "triton": 16, "xformers": 64}
+TORCH_BLOCK_SIZE = 4  # so that the few tokens lie in several blocks; kernels are compiled for the block size in use
 # Differences relative to the logits' size. Rounding in half precision adds up like a random walk over the layers: toys
 # differ by 0.02 at most with 2 layers, mixtures by 0.08 with 32.
 FLOAT32_TOLERANCE = 1e-3
 HALF_TOLERANCE_PER_LAYER = 0.035
 
 
-def _runner(model: LoadedModel, num_blocks: int) -> ModelRunner:
-    block_size = BLOCK_SIZES[model.backend]
+def _runner(model: LoadedModel, num_blocks: int, block_size: int) -> ModelRunner:
     cache = PagedKVCache(model.kv_spec, num_blocks, block_size, model.dtype, model.device)
     return ModelRunner(model, cache)
+
+
+def _check_block_size(model: LoadedModel, block_size: int) -> int:
+    return TORCH_BLOCK_SIZE if model.backend == "torch" else block_size
 
 
 def _run(runner: ModelRunner, *rows: RaggedRow) -> Tensor:
@@ -50,7 +52,7 @@ def _refusing(model: LoadedModel) -> Iterator[None]:
 
 
 @torch.inference_mode()
-def check_against_eager(model: LoadedModel) -> None:
+def check_against_eager(model: LoadedModel, block_size: int) -> None:
     """Compares packed attention, in a prefill and past it, with transformers' eager attention. Raises ValueError.
 
     Catches what an architecture does around attention that the hook never sees: biases, other masks, other positions.
@@ -59,7 +61,7 @@ def check_against_eager(model: LoadedModel) -> None:
     context = length // 3
     tokens = _tokens(model, length)
     with _refusing(model):
-        runner = _runner(model, 3)
+        runner = _runner(model, 3, _check_block_size(model, block_size))
         parts = [_run(runner, RaggedRow(tokens[:context], 0, [2, 1, 3], context))] if context else []
         parts.append(_run(runner, RaggedRow(tokens[context:], context, [2, 1, 3], length - context)))
         model.module.set_attn_implementation("eager")
@@ -83,17 +85,18 @@ def check_against_eager(model: LoadedModel) -> None:
         )
 
 
-def check_rows(model: LoadedModel) -> None:
+def check_rows(model: LoadedModel, block_size: int) -> None:
     """Compares the bits of one-token decodes, of a verify beside a mate and of a prefill. Raises InexactError."""
     verify = min(6, model.max_model_len - 1)
     prompt = min(9, model.max_model_len - verify)
     if verify < 1:
         return
     tokens = _tokens(model, prompt + verify)
-    num_blocks = -(-len(tokens) // BLOCK_SIZES[model.backend])
+    block_size = _check_block_size(model, block_size)
+    num_blocks = -(-len(tokens) // block_size)
     blocks, shuffled = list(range(1, num_blocks + 1)), list(range(2 * num_blocks, num_blocks, -1))
     with _refusing(model):
-        runner = _runner(model, 2 * num_blocks)
+        runner = _runner(model, 2 * num_blocks, block_size)
         _run(runner, RaggedRow(tokens[:prompt], 0, blocks, 0))
         decoded = [_run(runner, RaggedRow(tokens[i : i + 1], i, blocks, 1)) for i in range(prompt, len(tokens))]
         # The mate is the same sequence one token further behind, in other blocks.
@@ -103,7 +106,7 @@ def check_rows(model: LoadedModel) -> None:
             RaggedRow(tokens[prompt - 1 : prompt], prompt - 1, shuffled, 1),
             RaggedRow(tokens[prompt:], prompt, blocks, verify),
         )[1:]
-        prefilled = _run(_runner(model, num_blocks), RaggedRow(tokens, 0, blocks[::-1], verify))
+        prefilled = _run(_runner(model, num_blocks, block_size), RaggedRow(tokens, 0, blocks[::-1], verify))
     for other, what in ((verified, "a verify beside a mate"), (prefilled, "a prefill")):
         if not torch.equal(torch.cat(decoded), other):
             raise InexactError(

@@ -6,6 +6,7 @@ multiplies bfloat16's raw bits.
 
 import numpy as np
 import pytest
+import torch
 import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
@@ -26,3 +27,13 @@ def _dot(self, a, b, d, input_precision, max_num_imprecise_acc):
 @pytest.fixture(autouse=True)
 def _dot_by_rows(monkeypatch):
     monkeypatch.setattr(InterpreterBuilder, "create_dot", _dot)
+
+
+@pytest.fixture(autouse=True)
+def _uninitialised_memory_is_nan():
+    """What a kernel does not write shows: torch.empty gives NaN, or the largest integer."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(before)

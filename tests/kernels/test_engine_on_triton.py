@@ -135,6 +135,7 @@ def test_a_norm_whose_weights_are_stored_less_one_keeps_them_whole(dtype, roundi
         ("triton", None, True, 24, 300, "block_size=24"),
         ("triton", None, True, 8, 300, "block_size=8"),
         ("triton", None, True, 16, 10**6, "a vocabulary of 1000000"),
+        ("xformers", None, True, 64, 300, "numerics is 'exact'"),
         ("auto", "cudnn", True, 16, 300, f"{ENVIRONMENT}='cudnn' is not known"),
     ],
 )
@@ -146,7 +147,8 @@ def test_the_backend_is_the_environments_or_the_arguments_where_it_can_run(
         monkeypatch.setenv(ENVIRONMENT, environment)
 
     def choose() -> str:
-        return choose_backend(argument, torch.device("cpu"), torch.float32, [(4, 2, 16)], block_size, vocab_size)[0]
+        cpu = torch.device("cpu")
+        return choose_backend(argument, cpu, torch.float32, [(4, 2, 16)], block_size, vocab_size, "exact")[0]
 
     if expected in ("torch", "triton"):
         assert choose() == expected

@@ -11,9 +11,20 @@ import torch
 from triton.runtime.interpreter import InterpretedFunction
 
 from specpaged import LLM, SamplingParams
-from specpaged_kernels.jit import OPTIONS, TYPES
+from specpaged_kernels import limits
+from specpaged_kernels.accept import Written, accept, sample
+from specpaged_kernels.jit import TYPES
+from specpaged_kernels.linear import linear
+from specpaged_kernels.lm_head import lm_head
+from specpaged_kernels.pack import pack
+from specpaged_kernels.paged_attention import choose_tiles, paged_attention, work_list_ref
+from specpaged_kernels.realign import realign
+from specpaged_kernels.rejection import reject
+from specpaged_kernels.rms_norm import rms_norm
+from specpaged_kernels.store_kv import store_kv
 from specpaged_kernels.variants import ARCHS, all_variants, name
 from tests import toys
+from tests.kernels.world import make_world
 
 KERNELS = Path(__file__).parents[2] / "kernels"
 ALIGNED = 16
@@ -36,10 +47,17 @@ def test_every_variant_compiles_for_every_architecture(compiled):
     assert len(set(expected)) == len(expected)
 
 
-def test_nothing_spills_in_half_precision(compiled):
-    half = [entry for entry in compiled if "*fp16" in entry["name"] or "*bf16" in entry["name"]]
-    assert len(half) > len(compiled) / 2
-    assert [entry for entry in half if entry["stack_bytes"]] == []
+def test_nothing_spills_but_products_in_float32(compiled):
+    """Where every number takes a whole register, tiles that are right for half precision may not fit: these are listed
+    by the command, and run all the same."""
+
+    def is_float32_product(name: str) -> bool:
+        operation = name.partition(".")[0]
+        return operation in ("paged_attention", "linear", "lm_head") and not {"*fp16", "*bf16"} & set(name.split())
+
+    others = [entry for entry in compiled if not is_float32_product(entry["name"])]
+    assert len(others) > 0.8 * len(compiled)
+    assert [entry for entry in others if entry["stack_bytes"]] == []
 
 
 def test_shared_memory_fits_the_device(compiled):
@@ -48,21 +66,20 @@ def test_shared_memory_fits_the_device(compiled):
 
 
 def key(function, types: dict[str, str], constants: dict) -> tuple:
-    options = {k: v for k, v in constants.items() if k not in OPTIONS or k != "enable_fp_fusion"}
-    return f"{function.__module__}.{function.__name__}", tuple(sorted(types.items())), tuple(sorted(options.items()))
+    return f"{function.__module__}.{function.__name__}", tuple(sorted(types.items())), tuple(sorted(constants.items()))
 
 
 class Launches:
-    """Notes what each launch would be compiled for."""
+    """Notes what each launch would be compiled for, and runs it or not."""
 
-    def __init__(self, monkeypatch):
+    def __init__(self, monkeypatch, execute: bool = True):
         self.keys: set[tuple] = set()
         self.unaligned: set[tuple] = set()
         run = InterpretedFunction.run
 
         def recording(kernel, *args, grid, warmup, **kwargs):
             self.record(kernel, args, kwargs)
-            return run(kernel, *args, grid=grid, warmup=warmup, **kwargs)
+            return run(kernel, *args, grid=grid, warmup=warmup, **kwargs) if execute else None
 
         monkeypatch.setattr(InterpretedFunction, "run", recording)
 
@@ -80,7 +97,7 @@ class Launches:
         self.keys.add(key(kernel.fn, types, constants))
 
 
-def table() -> set[tuple]:
+def table_keys() -> set[tuple]:
     return {key(variant.kernel.fn, variant.types, variant.constants) for variant in all_variants()}
 
 
@@ -98,8 +115,50 @@ def test_the_engine_launches_nothing_that_is_not_in_the_table(tmp_path, monkeypa
     )
     params = [SamplingParams(temperature=t, max_tokens=3, seed=1, ignore_eos=True) for t in (0.0, 1.0)]
     llm.generate(toys.prompts(2), params, use_tqdm=False)
-    assert launches.keys <= table()
+    assert launches.keys <= table_keys()
     assert launches.unaligned == set()
     launched = {k[0].rpartition(".")[2] for k in launches.keys}
     assert launched >= {"_attend_kernel", "_merge_kernel", "_store_kernel", "_linear_kernel", "_rms_norm_kernel",
                         "_argmax_kernel", "_sample_kernel", "_accept_kernel"}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_operations_launch_nothing_that_is_not_in_the_table(dtype, monkeypatch):
+    """What the toy engine does not: half precision, large and small blocks, biases, residuals, rejection."""
+    launches = Launches(monkeypatch, execute=False)
+    for head_dim, group, block_size, options in (
+        (64, 2, 64, {}), (128, 8, 16, {"softcap": 20.0}), (128, 4, 128, {"sinks": torch.zeros(8)}),
+        (256, 2, 128, {"window": 9}), (32, 8, 32, {}),
+    ):  # fmt: skip
+        if not limits.fits(head_dim, dtype):
+            continue
+        world = make_world(
+            [3, 1], [20, 5], num_heads=2 * group, num_kv_heads=2, head_dim=head_dim, block_size=block_size, dtype=dtype
+        )
+        tiles = choose_tiles(head_dim, group, dtype)
+        items = work_list_ref(world.cu_query_lens, world.context_lens, tiles.tokens(group), tiles.split_len)
+        paged_attention(*world.arguments, items, **options)
+        new = torch.zeros(4, 2, head_dim, dtype=dtype)
+        store_kv(new, new, world.kv_pool, torch.arange(4), world.cu_query_lens[-1:])
+        realign(world.kv_pool[None, :, 0].transpose(1, 2), *torch.ones(2, 1, dtype=torch.int32), new_length=4)
+    for rows, out_features, in_features in ((3, 64, 2048), (3, 4096, 64), (70, 64, 64)):
+        x, weight = torch.zeros(rows, in_features, dtype=dtype), torch.zeros(out_features, in_features, dtype=dtype)
+        for bias in (None, torch.zeros(out_features, dtype=dtype)):
+            linear(x, weight, bias)
+            lm_head(x, weight, bias)
+    for size in (32, 1024, 2560, 8192):
+        x, weight = torch.zeros(2, size, dtype=dtype), torch.zeros(size, dtype=dtype)
+        rms_norm(x, weight, 1e-6)
+        rms_norm(x, weight, 1e-6, residual=x.clone())
+    drafts, cu_rows = torch.zeros(2, 3, dtype=torch.int64), torch.tensor([0, 4, 5], dtype=torch.int32)
+    logits, keys, ints = torch.zeros(5, 9000), torch.zeros(5, 4, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
+    sample(logits)
+    sample(logits, keys)
+    accept(logits, drafts, cu_rows, keys, Written(ints, ints, torch.zeros(2, 4, dtype=torch.int32), 16))
+    for probs in (None, torch.zeros(3, 9000)):
+        reject(logits, drafts, cu_rows, probs, torch.zeros(5, dtype=torch.float64), keys, keys)
+    table = torch.zeros(2, 4, dtype=torch.int32)
+    pack(torch.arange(4), cu_rows[[0, 1, 2]], drafts, ints, ints, ints, table, 16, 8, 4, 4, 8, 1024)
+    assert launches.keys <= table_keys()
+    assert launches.unaligned == set()
+    assert {k[0] for k in launches.keys} == {k[0] for k in table_keys()}

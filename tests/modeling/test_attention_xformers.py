@@ -78,23 +78,24 @@ def test_a_pass_is_torchs(kernel, query_lens, uniform, window):
 
 
 @pytest.mark.parametrize(
-    ("installed", "block_pointers", "device", "dtype", "head_dim", "block_size", "reason"),
+    ("installed", "block_pointers", "device", "dtype", "head_dim", "block_size", "numerics", "reason"),
     [
-        (False, True, "cuda", torch.float16, 64, 64, "xformers is not installed"),
-        (True, False, "cuda", torch.float16, 64, 64, "make_block_ptr"),
-        (True, True, "cpu", torch.float16, 64, 64, "device 'cpu' is no CUDA device"),
-        (True, True, "cuda", torch.float32, 64, 64, "torch.float32 is not float16 or bfloat16"),
-        (True, True, "cuda", torch.float16, 96, 64, "head_dim=96"),
-        (True, True, "cuda", torch.bfloat16, 64, 16, "block_size=16 is no multiple of 64"),
-        (True, True, "cuda", torch.bfloat16, 128, 128, None),
+        (False, True, "cuda", torch.float16, 64, 64, "fast", "xformers is not installed"),
+        (True, False, "cuda", torch.float16, 64, 64, "fast", "make_block_ptr"),
+        (True, True, "cpu", torch.float16, 64, 64, "fast", "device 'cpu' is no CUDA device"),
+        (True, True, "cuda", torch.float32, 64, 64, "fast", "torch.float32 is not float16 or bfloat16"),
+        (True, True, "cuda", torch.float16, 96, 64, "fast", "head_dim=96"),
+        (True, True, "cuda", torch.bfloat16, 64, 16, "fast", "block_size=16 is no multiple of 64"),
+        (True, True, "cuda", torch.bfloat16, 128, 128, "exact", "numerics is 'exact'"),
+        (True, True, "cuda", torch.bfloat16, 128, 128, "fast", None),
     ],
 )
 def test_it_says_why_it_cannot_be_used(
-    monkeypatch, installed, block_pointers, device, dtype, head_dim, block_size, reason
+    monkeypatch, installed, block_pointers, device, dtype, head_dim, block_size, numerics, reason
 ):
     monkeypatch.setattr(attention_xformers.importlib.util, "find_spec", lambda name: installed or None)
     monkeypatch.setattr(attention_xformers.tl, "make_block_ptr", block_pointers, raising=False)
     if not block_pointers:
         monkeypatch.delattr(attention_xformers.tl, "make_block_ptr")
-    got = attention_xformers.why_not(torch.device(device), dtype, [(HEADS, KV_HEADS, head_dim)], block_size)
+    got = attention_xformers.why_not(torch.device(device), dtype, [(HEADS, KV_HEADS, head_dim)], block_size, numerics)
     assert got is None if reason is None else reason in got

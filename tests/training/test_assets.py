@@ -49,11 +49,15 @@ def test_pair_shares_one_tokenizer_and_eos(pair, tokenizers):
 
 
 def test_models_have_learnt_and_agree(pair, tokenizers):
-    text = "import unittest\n\nclass Test(unittest.TestCase):\n    def test_one(self):\n        self.assertEqual("
-    ids = torch.tensor([tokenizers["target"](text)["input_ids"]])
-    with torch.no_grad():
-        losses = {name: model(input_ids=ids, labels=ids).loss.item() for name, model in pair.items()}
-    assert losses["target"] < losses["draft"] < 3.5  # chance is 5.8
+    """On held-out text: the sample prompts."""
+    records = [json.loads(line) for line in (ASSETS / "sample_prompts.jsonl").read_text().splitlines()]
+    losses = dict.fromkeys(pair, 0.0)
+    for record in records[:16]:
+        ids = torch.tensor([tokenizers["target"](record["turns"][0])["input_ids"]])
+        with torch.no_grad():
+            for name, model in pair.items():
+                losses[name] += model(input_ids=ids, labels=ids).loss.item() / 16
+    assert losses["target"] + 0.1 < losses["draft"] < 2.5  # chance is 5.6
 
 
 def test_prompts_are_spec_bench_records_of_the_stated_length(tokenizers):
