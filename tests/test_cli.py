@@ -11,6 +11,7 @@ from shutil import copytree
 import pytest
 from typer.testing import CliRunner
 
+from specpaged import cli
 from specpaged.cli import app
 from specpaged.engine import Engine
 from specpaged.verification.coupled import CoupledVerifier
@@ -52,7 +53,7 @@ def prompts(tmp_path):
 @pytest.fixture
 def specpaged(tokenizer_pair, monkeypatch):
     """Run a command on the toy pair, in a wide terminal."""
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(cli.console, "width", 200)
     monkeypatch.setenv("TERMINAL_WIDTH", "200")
 
     def run(command, *arguments, pair=tokenizer_pair, stdin=None):
@@ -256,7 +257,7 @@ def test_verify_against_transformers_finds_no_fault(specpaged, prompts, tokenize
 def test_bad_input_is_one_sentence_on_standard_error_and_exit_status_2(
     specpaged, prompts, monkeypatch, command, arguments, message
 ):
-    monkeypatch.setenv("COLUMNS", "40")  # a sentence stays on its line
+    monkeypatch.setattr(cli.errors, "width", 40)  # a sentence stays on its line
     monkeypatch.setattr(Engine, "step", None)  # no work is done
     stdin = '{"turns": ["good"]}\n{"prompt": "bad"}\n'
     result = specpaged(command, "--prompts", prompts, *SHORT, *arguments, stdin=stdin)
