@@ -58,12 +58,6 @@ def _packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
 
-def _triton_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    from specpaged_kernels.linear import linear  # where it is wanted: defining kernels takes a second
-
-    return linear(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], -1)
-
-
 def _aligned(weight: Tensor) -> Tensor:
     """[N, K] -> [N up to a multiple of 16, K], contiguous and aligned, as the kernel's wide stores and loads want it.
 
@@ -104,8 +98,12 @@ class RowExactLinear(nn.Module):
         else:
             self.operand = _aligned(weight) if self.triton else _column_major(weight)
         self.bias = None if bias is None else bias.clone()
-        if self.triton and bias is not None:
-            self.bias = F.pad(bias, (0, len(self.operand) - len(bias)))
+        if self.triton:
+            from specpaged_kernels.linear import linear  # where it is wanted: defining kernels takes a second
+
+            self._linear = linear
+            if bias is not None:
+                self.bias = F.pad(bias, (0, len(self.operand) - len(bias)))
         self._upcast = scheme.upcast
         self._multiple, self._min, self._max = scheme.row_multiple, scheme.min_rows, scheme.max_rows
 
@@ -113,7 +111,8 @@ class RowExactLinear(nn.Module):
         if self._upcast:
             x = x.float()
         if self.triton:
-            y = _triton_linear(x, self.operand, self.bias)[..., : self.out_features]
+            y = self._linear(x.reshape(-1, self.in_features), self.operand, self.bias)
+            y = y.view(*x.shape[:-1], -1)[..., : self.out_features]
         elif self.packed:
             y = _packed_linear(x, self.operand, self.bias)
         else:
