@@ -10,7 +10,8 @@ from typing import Any
 NUMERICS = ("exact", "fast")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 METHODS = ("draft_model",)
-ATTENTION_BACKENDS = ("auto", "torch", "triton", "xformers")
+ATTENTION_BACKENDS = ("auto", "torch", "cpp", "triton", "xformers")
+MODEL_IMPLS = ("auto", "flat", "transformers")
 VERIFICATIONS = ("greedy", "coupled", "rejection")
 
 ASSETS = Path(__file__).parent / "assets"
@@ -115,8 +116,10 @@ class EngineConfig:
     `kv_cache_memory_bytes` None takes what `max_num_seqs` full-length sequences need, at most 1 GiB on a CPU and
     80 % of what is free on a GPU. `max_model_len` None takes the target's max_position_embeddings; where
     `kv_cache_memory_bytes` is None, too, no more than that memory holds of one sequence. `attention_backend` serves
-    both models; "auto" is Triton's kernels on a GPU, and the environment variable SPECPAGED_ATTENTION_BACKEND
-    overrides it. Unless told otherwise, `LLM(device="cuda")` takes blocks of 64 tokens.
+    both models; "auto" is Triton's kernels on a GPU and C++ ones on a CPU, and torch where those cannot be had, and the
+    environment variable SPECPAGED_ATTENTION_BACKEND overrides it. `model_impl` serves both models, too: "auto" is the
+    flat decoder for the families that it covers, and else the model's own modules in transformers. Unless told
+    otherwise, `LLM(device="cuda")` takes blocks of 64 tokens.
     """
 
     model: str = EMBEDDED_TARGET
@@ -131,6 +134,7 @@ class EngineConfig:
     enable_prefix_caching: bool = False
     numerics: str = "exact"
     attention_backend: str = "auto"
+    model_impl: str = "auto"
     seed: int = 0
     trust_remote_code: bool = False
 
@@ -138,6 +142,7 @@ class EngineConfig:
         check_choice("numerics", self.numerics, NUMERICS)
         check_choice("dtype", self.dtype, DTYPES)
         check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
+        check_choice("model_impl", self.model_impl, MODEL_IMPLS)
         check_int("block_size", self.block_size, 1)
         check_int("max_num_seqs", self.max_num_seqs, 1)
         check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1)

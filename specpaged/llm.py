@@ -60,6 +60,7 @@ class LLM:
             max_model_len=config.max_model_len,
             numerics=config.numerics,
             attention_backend=config.attention_backend,
+            model_impl=config.model_impl,
             block_size=config.block_size,
         )
         self.tokenizer = load_tokenizer(config.model, config.trust_remote_code)
@@ -106,6 +107,7 @@ class LLM:
             max_model_len=target.max_model_len,
             numerics=speculative.numerics,
             attention_backend=config.attention_backend,
+            model_impl=config.model_impl,
             block_size=config.block_size,
         )
         draft_tokenizer = load_tokenizer(speculative.model, config.trust_remote_code)

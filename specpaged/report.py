@@ -23,6 +23,7 @@ class ModelReport:
 
     role: str
     architecture: str
+    implementation: str
     num_parameters: int
     weight_bytes: int
     kv_bytes_per_token: int
@@ -36,6 +37,7 @@ class ModelReport:
         return cls(
             role,
             model.architecture,
+            f"transformers ({model.not_flat})" if model.not_flat else model.implementation,
             model.num_parameters,
             model.weight_bytes,
             runner.kv_cache.bytes_per_token,
@@ -47,6 +49,7 @@ class ModelReport:
         return (
             f"{self.role:<7}{self.architecture}, {self.num_parameters / 1e6:.2f} M parameters, {self.dtype}, "
             f"weights {human_bytes(self.weight_bytes)}, KV {human_bytes(self.kv_bytes_per_token)} per token\n"
+            f"       decoder {self.implementation}\n"
             f"       numerics {self.numerics}"
         )
 

@@ -27,15 +27,15 @@ class PagedPass(Protocol):
     def attend(
         self,
         layer_idx: int,
-        query: Tensor,  # [1, Hq, num_rows, D]
-        key: Tensor,  # [1, Hkv, num_rows, D]
-        value: Tensor,  # [1, Hkv, num_rows, D]
+        query: Tensor,  # [num_rows, Hq, D]
+        key: Tensor,  # [num_rows, Hkv, D]
+        value: Tensor,  # [num_rows, Hkv, D]
         scaling: float | None,
         window: int | None = None,  # a token reads itself and the window - 1 tokens before it
         softcap: float | None = None,
         sinks: Tensor | None = None,  # [Hq]
     ) -> Tensor:
-        """Stores the pass's KV in the layer's pool, then attends. Returns [1, num_rows, Hq, D]."""
+        """Stores the pass's KV in the layer's pool, then attends. Returns [num_rows, Hq, D]."""
         ...
 
 
@@ -58,7 +58,9 @@ def paged_attention_hook(
         raise ValueError("it makes an attention mask of its own, beyond causality and windows")
     if not getattr(module, "is_causal", True):
         raise ValueError("its attention is not causal")
-    return paged_pass.attend(module.layer_idx, query, key, value, scaling, sliding_window, softcap, s_aux), None
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+    output = paged_pass.attend(module.layer_idx, query, key, value, scaling, sliding_window, softcap, s_aux)
+    return output[None], None
 
 
 AttentionInterface.register(HOOK, paged_attention_hook)

@@ -15,9 +15,9 @@ from specpaged.modeling.numerics import AttentionScheme
 
 
 def store(pool: Tensor, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
-    """Write key and value, [1, Hkv, num_rows, D] each, to the slots [N] of pool [P * S, 2, Hkv, D]: rows 0 .. N-1."""
+    """Write key and value, [num_rows, Hkv, D] each, to the slots [N] of pool [P * S, 2, Hkv, D]: rows 0 .. N-1."""
     for i, new in enumerate((key, value)):
-        pool[:, i].index_copy_(0, slot_mapping, new[0].transpose(0, 1)[: len(slot_mapping)])
+        pool[:, i].index_copy_(0, slot_mapping, new[: len(slot_mapping)])
 
 
 @lru_cache(maxsize=64)
@@ -193,8 +193,8 @@ class TorchPass:
     def attend(
         self,
         layer_idx: int,
-        query: Tensor,  # [1, Hq, num_rows, D]
-        key: Tensor,  # [1, Hkv, num_rows, D]
+        query: Tensor,  # [num_rows, Hq, D]
+        key: Tensor,  # [num_rows, Hkv, D]
         value: Tensor,
         scaling: float | None,
         window: int | None = None,
@@ -203,12 +203,12 @@ class TorchPass:
     ) -> Tensor:
         """See PagedPass.attend."""
         pool = self.kv_layers[layer_idx]
-        num_heads, head_dim = query.shape[1], query.shape[3]
+        num_heads, head_dim = query.shape[1:]
         num_kv_heads = key.shape[1]
         heads = num_heads // num_kv_heads
         geometry = (num_heads, num_kv_heads, head_dim)
         store(pool, key, value, self.slot_mapping)
-        rows = query[0].transpose(0, 1).view(self.num_rows, num_kv_heads, heads, head_dim)
+        rows = query.view(self.num_rows, num_kv_heads, heads, head_dim)
         for group in self._groups:
             gathered = pool.index_select(0, group.slots)
             self.gathered_bytes += gathered.nbytes
@@ -235,7 +235,7 @@ class TorchPass:
                 workspace.output.copy_(attended.transpose(1, 2))
             if not isinstance(group.tokens, slice):
                 self._output(geometry).index_copy_(0, group.tokens, group.outputs[geometry].flatten(0, 1))
-        return self._output(geometry).view(1, self.num_rows, num_heads, head_dim)
+        return self._output(geometry).view(self.num_rows, num_heads, head_dim)
 
     def _attend_folded(
         self,

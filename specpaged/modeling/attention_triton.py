@@ -44,8 +44,8 @@ class TritonPass:
     def attend(
         self,
         layer_idx: int,
-        query: Tensor,  # [1, Hq, num_rows, D]
-        key: Tensor,  # [1, Hkv, num_rows, D]
+        query: Tensor,  # [num_rows, Hq, D]
+        key: Tensor,  # [num_rows, Hkv, D]
         value: Tensor,
         scaling: float | None,
         window: int | None = None,
@@ -54,13 +54,13 @@ class TritonPass:
     ) -> Tensor:
         """See PagedPass.attend."""
         batch, pool = self.batch, self.kv_layers[layer_idx]
-        num_heads, head_dim = query.shape[1], query.shape[3]
+        num_heads, head_dim = query.shape[1:]
         group = num_heads // key.shape[1]
-        rows = [_rows(x) for x in (query, key, value)]
-        store_kv(rows[1], rows[2], pool, batch.slot_mapping, self._num_stored)
+        query, key, value = map(_with_dense_heads, (query, key, value))
+        store_kv(key, value, pool, batch.slot_mapping, self._num_stored)
         tiles = choose_tiles(head_dim, group, query.dtype)
-        output = paged_attention(
-            rows[0],
+        return paged_attention(
+            query,
             pool,
             batch.page_table,
             batch.cu_query_lens,
@@ -72,10 +72,8 @@ class TritonPass:
             softcap,
             None if sinks is None else sinks.float(),
         )
-        return output.view(1, self.num_rows, num_heads, head_dim)
 
 
-def _rows(x: Tensor) -> Tensor:
-    """[1, H, N, D] -> [N, H, D] with D contiguous, as the kernels want it; a view where it is so already."""
-    x = x[0].transpose(0, 1)
+def _with_dense_heads(x: Tensor) -> Tensor:
+    """[N, H, D] with D contiguous, as the kernels want it; itself where it is so already."""
     return x if x.stride(-1) == 1 else x.contiguous()

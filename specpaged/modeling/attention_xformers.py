@@ -70,8 +70,8 @@ class XformersPass:
     def attend(
         self,
         layer_idx: int,
-        query: Tensor,  # [1, Hq, num_rows, D]
-        key: Tensor,  # [1, Hkv, num_rows, D]
+        query: Tensor,  # [num_rows, Hq, D]
+        key: Tensor,  # [num_rows, Hkv, D]
         value: Tensor,
         scaling: float | None,
         window: int | None = None,
@@ -87,7 +87,7 @@ class XformersPass:
 
         batch, pool = self.batch, self.kv_layers[layer_idx]
         store(pool, key, value, batch.slot_mapping)
-        num_heads, head_dim = query.shape[1], query.shape[3]
+        num_heads, head_dim = query.shape[1:]
         num_kv_heads = key.shape[1]
         group = num_heads // num_kv_heads
         if self._mask is None:
@@ -96,14 +96,13 @@ class XformersPass:
             self._mask = mask.from_seqlens(
                 list(batch.query_lens), lengths, batch.page_table, batch.block_size, device=query.device
             )
-        rows = query[0, :, : batch.num_tokens].transpose(0, 1)
-        output = query.new_zeros(1, self.num_rows, num_heads, head_dim)
+        output = query.new_zeros(self.num_rows, num_heads, head_dim)
         attended = fmha.memory_efficient_attention_forward(
-            rows.reshape(1, -1, num_kv_heads, group, head_dim),
+            query[: batch.num_tokens].reshape(1, -1, num_kv_heads, group, head_dim),
             *(pool[None, :, i, :, None].expand(-1, -1, -1, group, -1) for i in (0, 1)),
             attn_bias=self._mask,
             scale=scaling,
             op=fmha.triton_splitk.FwOp,
         )
-        output[0, : batch.num_tokens] = attended.reshape(-1, num_heads, head_dim)
+        output[: batch.num_tokens] = attended.reshape(-1, num_heads, head_dim)
         return output

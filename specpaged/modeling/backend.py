@@ -12,8 +12,10 @@ from torch import Tensor
 from specpaged.batch import RaggedBatch
 from specpaged.config import ATTENTION_BACKENDS, check_choice
 from specpaged.modeling.attention import PagedPass
+from specpaged.modeling.attention_cpp import CppPass
 from specpaged.modeling.attention_torch import TorchPass
 from specpaged_kernels import limits
+from specpaged_kernels.cpu import paged_attention as cpu_attention
 
 if TYPE_CHECKING:
     from specpaged.modeling.loaded_model import LoadedModel
@@ -30,7 +32,7 @@ def choose_backend(
     vocab_size: int,
     numerics: str,
 ) -> tuple[str, str | None]:
-    """The backend, and what kept "auto" from Triton's kernels, which it takes on a GPU.
+    """The backend, and what kept "auto" from our own kernels: Triton's on a GPU, C++ on a CPU.
 
     Raises:
         ValueError: the backend that the argument or the environment names is unknown, or cannot run this model here.
@@ -39,16 +41,19 @@ def choose_backend(
     if ENVIRONMENT in os.environ:
         name, wanted = ENVIRONMENT, os.environ[ENVIRONMENT]
     check_choice(name, wanted, ATTENTION_BACKENDS)
-    if wanted == "torch" or (wanted == "auto" and device.type != "cuda"):
+    if wanted == "torch":
         return "torch", None
-    if wanted == "xformers":
+    backend = wanted if wanted != "auto" else "triton" if device.type == "cuda" else "cpp"
+    if backend == "xformers":
         from specpaged.modeling import attention_xformers
 
         reason = attention_xformers.why_not(device, dtype, geometries, block_size, numerics)
+    elif backend == "cpp":
+        reason = f"device {str(device)!r} is no CPU" if device.type != "cpu" else cpu_attention.why_not(dtype)
     else:
         reason = limits.why_not(device, dtype, geometries, block_size, vocab_size)
     if reason is None:
-        return ("triton" if wanted == "auto" else wanted), None
+        return backend, None
     if wanted == "auto":
         return "torch", reason
     raise ValueError(f"{name}={wanted!r} cannot be used: {reason}; allowed: 'torch', or 'auto'")
@@ -61,6 +66,8 @@ def new_pass(model: LoadedModel, batch: RaggedBatch, num_rows: int, kv_layers: S
         from specpaged.modeling.attention_triton import TritonPass
 
         return TritonPass(batch, num_rows, kv_layers)
+    if model.backend == "cpp":
+        return CppPass(batch, kv_layers)
     if model.backend == "xformers":
         from specpaged.modeling.attention_xformers import XformersPass
 

@@ -10,6 +10,11 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 MAX_HEADER_BYTES = 100_000_000
 
 
+def first_line(error: BaseException) -> str:
+    """What a library says of an error before it goes into detail."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def check_local_checkpoint(model: str) -> None:
     """Raises ValueError, naming the file, where a local directory cannot be loaded."""
     directory = Path(model)

@@ -165,21 +165,48 @@ def is_activation(module: nn.Module) -> bool:
         return False
 
 
-def make_exact(model: nn.Module, inner_sizes: set[int], dtype: torch.dtype, backend: str = "torch") -> tuple[int, str]:
-    """Replaces the matrix products of `model` by exact ones, in the backend's kernels where it has them.
+class ExactLinears:
+    """Makes linear layers exact, in the backend's kernels where it has them, and keeps account of what it chose."""
 
-    `inner_sizes` are the last dimensions on which element-wise functions run, in `dtype` or wider.
-    Returns the row multiple of a pass and what was chosen, in words. Raises InexactError.
-    """
-    on_cpu = next(model.parameters()).device.type == "cpu"
-    num_threads = torch.get_num_threads() if on_cpu else 1
-    if not on_cpu:
-        inner_sizes = set()  # a GPU treats every element of an element-wise function alike
-    chosen: dict[str, set[str]] = defaultdict(set)
-    multiples = [1 if backend == "triton" else 2]
+    def __init__(self, device: torch.device, backend: str):
+        self.device = device
+        self.backend = backend
+        self.num_threads = torch.get_num_threads() if device.type == "cpu" else 1
+        self._chosen: dict[str, set[str]] = defaultdict(set)
+        self._multiples = [1]
+
+    def make(self, weight: Tensor, bias: Tensor | None) -> RowExactLinear:
+        """weight [N, K], bias [N] | None. Raises InexactError."""
+        scheme = choose_linear_scheme(*weight.shape, bias is not None, weight.dtype, weight.device, self.backend)
+        self.note(scheme, *weight.shape)
+        return RowExactLinear(weight, bias, scheme)
+
+    def note(self, scheme: LinearScheme, n: int, k: int, sees_whole_passes: bool = True) -> None:
+        """Takes down a layer, and the rows that it wants to be given if it sees passes as they are."""
+        self._chosen[scheme.name].add(f"{n}x{k}")
+        if sees_whole_passes:
+            self.want_rows(scheme.row_multiple)
+
+    def want_rows(self, multiple: int) -> None:
+        """Has passes filled up to a multiple of rows."""
+        self._multiples.append(multiple)
+
+    def row_multiple(self, inner_sizes: set[int], dtype: torch.dtype) -> int:
+        """That a pass is filled up to; element-wise functions run on these last dimensions, in `dtype` or wider."""
+        if self.device.type != "cpu":
+            inner_sizes = set()  # a GPU treats every element of an element-wise function alike
+        return aligned_multiple(math.lcm(*self._multiples), inner_sizes, self.num_threads, dtype)
+
+    def __str__(self) -> str:
+        parts = [f"{name} ({', '.join(sorted(shapes, key=_numeric))})" for name, shapes in sorted(self._chosen.items())]
+        return "linears " + ", ".join(parts)
+
+
+def make_exact(model: nn.Module, linears: ExactLinears) -> None:
+    """Replaces the matrix products of `model` by exact ones. Raises InexactError."""
     routers = find_routers(model)
     # Two threads halve what they split, and that is aligned; a third has pieces of any size.
-    if num_threads > 2:
+    if linears.num_threads > 2:
         for path, module in list(model.named_modules()):
             if is_activation(module):
                 replace_module(model, path, ElementwisePieces(module))
@@ -188,32 +215,22 @@ def make_exact(model: nn.Module, inner_sizes: set[int], dtype: torch.dtype, back
         if not own or isinstance(module, nn.Embedding):
             continue
         if type(module) is nn.Linear:
-            weight = module.weight
-            has_bias = module.bias is not None
-            scheme = choose_linear_scheme(*weight.shape, has_bias, weight.dtype, weight.device, backend)
-            new: nn.Module = RowExactLinear(weight, module.bias, scheme)
-            schemes = [(scheme, tuple(weight.shape))]
+            new: nn.Module = linears.make(module.weight, module.bias)
         elif is_experts(module):
-            new = RowExactExperts(module, num_threads, backend)
-            schemes = [(x[0].scheme, (x[0].out_features, x[0].in_features)) for x in (new.gate_up, new.down)]
+            new = RowExactExperts(module, linears.num_threads, linears.backend)
+            for layers in (new.gate_up, new.down):
+                linears.note(layers[0].scheme, layers[0].out_features, layers[0].in_features, sees_whole_passes=False)
         elif path in routers:
             (weight,) = own.values()
             scheme = _router_scheme(weight)
             new = RowwiseModule(module, scheme)
-            schemes = [(scheme, tuple(weight.shape))]
+            linears.note(scheme, *weight.shape)
         else:
             raise InexactError(
                 f"numerics='exact' is not possible for this model: {path} ({type(module).__name__}) multiplies by "
                 f"{', '.join(own)} outside a linear layer; use numerics='fast'"
             )
-        for scheme, (n, k) in schemes:
-            chosen[scheme.name].add(f"{n}x{k}")
-            if not is_experts(module):
-                multiples.append(scheme.row_multiple)
         replace_module(model, path, new)
-    multiple = aligned_multiple(math.lcm(*multiples), inner_sizes, num_threads, dtype)
-    parts = [f"{name} ({', '.join(sorted(shapes, key=_numeric))})" for name, shapes in sorted(chosen.items())]
-    return multiple, "linears " + ", ".join(parts)
 
 
 def _numeric(shape: str) -> list[int]:
@@ -234,11 +251,11 @@ def _router_scheme(weight: Tensor) -> LinearScheme:
     return replace(schemes[0], row_multiple=most, min_rows=most, max_rows=limit // most * most)
 
 
-def make_fast(model: nn.Module) -> None:
+def make_fast(model: nn.Module, backend: str) -> None:
     """Replaces linear layers by ones that take the quickest kernel per row count."""
     for path, module in list(model.named_modules()):
         if type(module) is nn.Linear:
-            replace_module(model, path, FastLinear(module.weight, module.bias))
+            replace_module(model, path, FastLinear(module.weight, module.bias, backend))
 
 
 def replace_module(model: nn.Module, path: str, new: nn.Module) -> None:

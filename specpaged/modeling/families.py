@@ -65,10 +65,10 @@ class _Recorder:
     ) -> Tensor:
         self.calls.append((layer_idx, tuple(query.shape), tuple(key.shape), tuple(value.shape)))
         self.windows.append(window)
-        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+        return query.new_zeros(*query.shape[:2], value.shape[2])
 
 
-def _config_window(config: PreTrainedConfig, layer_idx: int) -> int | None:
+def config_window(config: PreTrainedConfig, layer_idx: int) -> int | None:
     """The sliding window that transformers' masks give to the layer."""
     kinds = getattr(config, "layer_types", None)
     if kinds and kinds[layer_idx] != "sliding_attention":
@@ -86,7 +86,7 @@ def check_windows(windows: list[int | None], config: PreTrainedConfig, max_model
     Some models have windows in their masks alone, which the hook never sees.
     """
     for layer_idx, window in enumerate(windows):
-        expected = _config_window(config, layer_idx)
+        expected = config_window(config, layer_idx)
         # A window that no sequence outgrows is none.
         if (window or max_model_len) >= max_model_len and (expected or max_model_len) >= max_model_len:
             continue
@@ -130,12 +130,12 @@ def find_layers(module: nn.Module, model: str, max_model_len: int) -> list[Layer
         )
     layers = []
     for layer_idx, query, key, value in recorder.calls:
-        if key != value or query[3] != key[3] or query[1] % key[1] or query[2] != 2 or key[2] != 2:
+        if key != value or query[2] != key[2] or query[1] % key[1] or query[0] != 2 or key[0] != 2:
             raise ValueError(
                 f"model {model!r} ({name}) is not supported: layer {layer_idx} has query {query}, key {key} and value "
-                f"{value}, and needs [1, heads, tokens, head_dim] with one head_dim"
+                f"{value}, and needs [tokens, heads, head_dim] with one head_dim"
             )
-        layers.append(LayerGeometry(query[1], key[1], key[3]))
+        layers.append(LayerGeometry(query[1], key[1], key[2]))
     try:
         check_windows(recorder.windows, module.config.get_text_config(), max_model_len)
     except ValueError as error:

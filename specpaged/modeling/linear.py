@@ -8,10 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from specpaged_kernels.cpu import linear as cpu_linear
+
 # Below this many weights a prepacked call costs more than its faster kernel saves.
 SMALL_WEIGHT = 2**19
-# Up to this many weights numerics="fast" keeps the plain weight beside the packed one.
+# Up to this many weights numerics="fast" keeps the plain weight, for many rows, beside the packed one.
 TWO_COPIES_WEIGHT = 2**24
+CPP_ROWS = 96  # up to which our C++ kernel is ahead of the stock one
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,7 @@ class LinearScheme:
     are run in pieces of `max_rows`.
     """
 
-    kernel: str  # "stock": F.linear; "packed": oneDNN with a prepacked weight; "triton": ours, exact in any rows
+    kernel: str  # of KERNELS; "cpp" and "triton" are exact in any rows
     row_multiple: int
     min_rows: int
     max_rows: int
@@ -39,6 +42,13 @@ class LinearScheme:
     def padded_rows(self, rows: int) -> int:
         """Rows of a call, filler rows included."""
         return max(self.min_rows, -(-rows // self.row_multiple) * self.row_multiple)
+
+
+def runs_cpp(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether our C++ kernel is the first choice here: not where oneDNN has bfloat16 units to use."""
+    if device.type != "cpu" or cpu_linear.why_not(dtype) is not None:
+        return False
+    return dtype == torch.float32 or not can_pack(dtype, device)
 
 
 def can_pack(weight_dtype: torch.dtype, device: torch.device) -> bool:
@@ -76,58 +86,92 @@ def _column_major(weight: Tensor) -> Tensor:
     return torch.empty_like(weight.t(), memory_format=torch.contiguous_format).copy_(weight.t()).t()
 
 
-class RowExactLinear(nn.Module):
-    """weight [N, K], bias [N] | None; x [..., K] -> [..., N], under a LinearScheme.
+class StockKernel(nn.Module):
+    """F.linear. Kernels take x [rows, K] and keep the weight in the layout that they want, which mostly is a copy."""
 
-    The layer keeps the weight in the layout that its kernel wants, which mostly is a copy.
-    """
+    def __init__(self, weight: Tensor, bias: Tensor | None):
+        super().__init__()
+        self.weight, self.bias = _column_major(weight), bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, K] -> [rows, N]"""
+        return F.linear(x, self.weight, self.bias)
+
+
+class PackedKernel(nn.Module):
+    """oneDNN's, with a prepacked weight."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None):
+        super().__init__()
+        self.weight, self.bias = _pack(weight.contiguous()), bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, K] -> [rows, N]"""
+        return _packed_linear(x, self.weight, self.bias)
+
+
+class CppKernel(nn.Module):
+    """Ours on a CPU."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None):
+        super().__init__()
+        self.out_features = len(weight)
+        self.weight, self.bias = cpu_linear.pack(weight), bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, K] -> [rows, N]"""
+        return cpu_linear.linear(x, self.weight, self.bias, self.out_features)
+
+
+class TritonKernel(nn.Module):
+    """Ours on a GPU."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None):
+        super().__init__()
+        from specpaged_kernels.linear import linear  # where it is wanted: defining kernels takes a second
+
+        self.out_features = len(weight)
+        self.weight = _aligned(weight)
+        self.bias = None if bias is None else F.pad(bias, (0, len(self.weight) - len(bias)))
+        self._linear = linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, K] -> [rows, N]"""
+        return self._linear(x, self.weight, self.bias)[:, : self.out_features]
+
+
+KERNELS = {"stock": StockKernel, "packed": PackedKernel, "cpp": CppKernel, "triton": TritonKernel}
+
+
+class RowExactLinear(nn.Module):
+    """weight [N, K], bias [N] | None; x [..., K] -> [..., N], under a LinearScheme."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, scheme: LinearScheme):
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.scheme = scheme
         self.dtype = weight.dtype
-        weight = weight.detach()
-        bias = None if bias is None else bias.detach()
-        if scheme.upcast:
-            weight = weight.float()
-            bias = None if bias is None else bias.float()
-        self.packed, self.triton = scheme.kernel == "packed", scheme.kernel == "triton"
-        if self.packed:
-            self.operand = _pack(weight.contiguous())
-        else:
-            self.operand = _aligned(weight) if self.triton else _column_major(weight)
-        self.bias = None if bias is None else bias.clone()
-        if self.triton:
-            from specpaged_kernels.linear import linear  # where it is wanted: defining kernels takes a second
-
-            self._linear = linear
-            if bias is not None:
-                self.bias = F.pad(bias, (0, len(self.operand) - len(bias)))
         self._upcast = scheme.upcast
+        dtype = torch.float32 if scheme.upcast else weight.dtype
+        bias = None if bias is None else bias.detach().to(dtype, copy=True)
+        self.kernel = KERNELS[scheme.kernel](weight.detach().to(dtype), bias)
         self._multiple, self._min, self._max = scheme.row_multiple, scheme.min_rows, scheme.max_rows
 
     def _gemm(self, x: Tensor) -> Tensor:
-        if self._upcast:
-            x = x.float()
-        if self.triton:
-            y = self._linear(x.reshape(-1, self.in_features), self.operand, self.bias)
-            y = y.view(*x.shape[:-1], -1)[..., : self.out_features]
-        elif self.packed:
-            y = _packed_linear(x, self.operand, self.bias)
-        else:
-            y = F.linear(x, self.operand, self.bias)
-        return y.to(self.dtype) if self._upcast else y
+        """[rows, K] -> [rows, N]"""
+        return self.kernel(x.float()).to(self.dtype) if self._upcast else self.kernel(x)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] -> [..., N]"""
-        rows = x.numel() // self.in_features
-        if self._min <= rows <= self._max and rows % self._multiple == 0:
-            return self._gemm(x)
+        flat = x if x.dim() == 2 else x.reshape(-1, self.in_features)
+        rows = len(flat)
         if rows == 0:
-            return x.new_empty(*x.shape[:-1], self.out_features)
-        flat = x.reshape(rows, self.in_features)
-        return self._any_rows(flat).view(*x.shape[:-1], self.out_features)
+            y = x.new_empty(0, self.out_features)
+        elif self._min <= rows <= self._max and rows % self._multiple == 0:
+            y = self._gemm(flat)
+        else:
+            y = self._any_rows(flat)
+        return y if x.dim() == 2 else y.view(*x.shape[:-1], self.out_features)
 
     def _any_rows(self, x: Tensor) -> Tensor:
         """x [rows, K] -> [rows, N], in pieces and with filler rows."""
@@ -146,33 +190,46 @@ class RowExactLinear(nn.Module):
 class FastLinear(nn.Module):
     """The quickest kernel for the row count, whatever that does to the last bits.
 
-    Stock for small weights, for a few rows and for many; packed between.
+    With the backend "cpp" ours, except for bfloat16 on a CPU with units for it; else stock for small weights, for a
+    few rows and for many, and packed between.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None):
+    def __init__(self, weight: Tensor, bias: Tensor | None, backend: str = "torch"):
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.dtype = weight.dtype
+        ours = backend == "cpp" and runs_cpp(weight.dtype, weight.device)
         self.upcast = (
             weight.dtype == torch.bfloat16
             and weight.device.type == "cpu"
             and not can_pack(torch.bfloat16, weight.device)
+            and not ours
         )
         weight = weight.detach().float() if self.upcast else weight.detach()
-        self.bias = None if bias is None else bias.detach().to(weight.dtype)
-        self.operand: Tensor | None = _column_major(weight)
+        self.bias = None if bias is None else bias.detach().to(weight.dtype, copy=True)
+        self.cpp: Tensor | None = None
+        self.operand: Tensor | None = None
         self.packed: Tensor | None = None
-        if weight.numel() >= SMALL_WEIGHT and can_pack(weight.dtype, weight.device):
+        many_rows = weight.numel() <= TWO_COPIES_WEIGHT
+        if ours:
+            self.cpp = cpu_linear.pack(weight)
+            many_rows = many_rows and weight.dtype == torch.float32
+        elif weight.numel() >= SMALL_WEIGHT and can_pack(weight.dtype, weight.device):
             self.packed = _pack(weight.contiguous())
-            if weight.numel() > TWO_COPIES_WEIGHT:
-                self.operand = None
+        else:
+            many_rows = True
+        if many_rows:
+            self.operand = _column_major(weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] -> [..., N]"""
         if self.upcast:
             x = x.float()
         rows = x.numel() // self.in_features
-        if self.packed is not None and (self.operand is None or 2 < rows <= 16):
+        if self.cpp is not None and (self.operand is None or rows <= CPP_ROWS):
+            y = cpu_linear.linear(x.reshape(rows, self.in_features), self.cpp, self.bias, self.out_features)
+            y = y.view(*x.shape[:-1], self.out_features)
+        elif self.packed is not None and (self.operand is None or 2 < rows <= 16):
             y = _packed_linear(x, self.packed, self.bias)
         else:
             y = F.linear(x, self.operand, self.bias)

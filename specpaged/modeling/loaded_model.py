@@ -16,7 +16,9 @@ from specpaged.paging.kv_cache import KVSpec
 class LoadedModel:
     """`loading.load_model` makes it; the last block is what a ModelRunner needs to keep a pass exact."""
 
-    module: nn.Module
+    decoder: nn.Module  # see Source
+    implementation: str  # "flat" | "transformers"
+    not_flat: str | None  # why the flat decoder does not run it
     hf_config: PreTrainedConfig
     name: str  # the path or hub id that was asked for
     architecture: str
@@ -30,8 +32,8 @@ class LoadedModel:
     weight_bytes: int  # held in memory: see held_bytes
     numerics_scheme: str
 
-    attention_scheme: AttentionScheme = field(repr=False)  # where torch attends
-    backend: str = "torch"  # or "triton", or "xformers"
+    attention_scheme: AttentionScheme | None = field(repr=False)  # where torch attends
+    backend: str = "torch"  # or "cpp", "triton", "xformers"
     exact: bool = True
     row_multiple: int = 1  # rows of a pass, and of its logits, are filled up to it
     num_threads: int = 1  # that the schemes were chosen for

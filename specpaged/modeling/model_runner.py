@@ -43,19 +43,12 @@ class ModelRunner:
         if filler:
             token_ids, positions = F.pad(token_ids, (0, filler)), F.pad(positions, (0, filler))
             self.filler_rows += filler
-        if num_logits == num_tokens:
-            logits_to_keep = 0  # every row
-        else:
+        logits_idx = None  # every row
+        if num_logits != num_tokens:
             logits_filler = -num_logits % multiple
-            logits_to_keep = F.pad(batch.logits_idx, (0, logits_filler))
+            logits_idx = F.pad(batch.logits_idx, (0, logits_filler))
             self.filler_rows += logits_filler
         paged_pass = new_pass(model, batch, num_tokens + filler, self.kv_cache.layers)
-        logits = model.module(
-            input_ids=token_ids[None],
-            position_ids=positions[None],
-            use_cache=False,
-            logits_to_keep=logits_to_keep,
-            paged_pass=paged_pass,
-        ).logits
+        logits = model.decoder(token_ids, positions, paged_pass, logits_idx)
         self.gathered_bytes += paged_pass.gathered_bytes
-        return logits[0, :num_logits].float()
+        return logits[:num_logits].float()

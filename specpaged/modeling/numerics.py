@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specpaged.modeling.attention_folded import CHUNK, attend_chunked, attend_sdpa
-from specpaged.modeling.linear import SMALL_WEIGHT, LinearScheme, RowExactLinear, can_pack
+from specpaged.modeling.linear import SMALL_WEIGHT, LinearScheme, RowExactLinear, can_pack, runs_cpp
 
 PROBE_ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 13, 15, 16, 17, 20, 24, 28, 31, 32, 33, 36, 40, 48, 56, 64, 65, 80, 96,
               128, 160, 192, 256)  # fmt: skip
@@ -89,12 +89,15 @@ def candidate_linear_schemes(
     order = [stock[0], packed, stock[1]] if n * k < SMALL_WEIGHT else [packed, *stock]
     order.append(LinearScheme("stock", 1, 1, 1))
     plain = [scheme for scheme in order if scheme.kernel != "packed" or can_pack(dtype, device)]
+    ours = [LinearScheme("cpp", 1, 1, ANY_ROWS)] if backend == "cpp" and runs_cpp(dtype, device) else []
     if dtype == torch.float32:
-        return plain
+        return [*ours, *plain]
     upcast = [
         replace(scheme, upcast=True) for scheme in order if scheme.kernel != "packed" or can_pack(torch.float32, device)
     ]
-    return [*upcast, *plain] if _upcasts(dtype, device) else [*plain[:-1], *upcast[:-1], plain[-1]]
+    if _upcasts(dtype, device):
+        return [*ours, *upcast, *plain]
+    return [*ours, *plain[:-1], *upcast[:-1], plain[-1]]
 
 
 def probe_rows(n: int, k: int, interpreted: bool = False) -> tuple[int, ...]:

@@ -64,12 +64,12 @@ def check_against_eager(model: LoadedModel, block_size: int) -> None:
         runner = _runner(model, 3, _check_block_size(model, block_size))
         parts = [_run(runner, RaggedRow(tokens[:context], 0, [2, 1, 3], context))] if context else []
         parts.append(_run(runner, RaggedRow(tokens[context:], context, [2, 1, 3], length - context)))
-        model.module.set_attn_implementation("eager")
+        model.decoder.module.set_attn_implementation("eager")
         try:
             ids = torch.tensor([tokens], device=model.device)
-            eager = model.module(input_ids=ids, use_cache=False).logits[0].float()
+            eager = model.decoder.module(input_ids=ids, use_cache=False).logits[0].float()
         finally:
-            model.module.set_attn_implementation(HOOK)
+            model.decoder.module.set_attn_implementation(HOOK)
     apart = torch.cat(parts) - eager
     if model.dtype == torch.float32:
         tolerance = FLOAT32_TOLERANCE

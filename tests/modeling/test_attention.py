@@ -65,8 +65,7 @@ def run_both(batch, scheme, variant, block_size=16, heads=4, kv_heads=2, dim=16,
     )
     paged_pass = TorchPass(packed, packed.num_tokens + filler, [pool], scheme, dtype)
     scaling = options.pop("scaling", None)
-    as_hf = (x.transpose(0, 1)[None] for x in (query, key, value))
-    got = paged_pass.attend(0, *as_hf, scaling, **options)[0]
+    got = paged_pass.attend(0, query, key, value, scaling, **options)
     assert torch.equal(pool.nan_to_num(7), expected_pool.nan_to_num(7)), "stores what the reference stores"
     return got, expected, paged_pass
 

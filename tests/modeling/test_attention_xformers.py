@@ -65,7 +65,7 @@ def test_a_pass_is_torchs(kernel, query_lens, uniform, window):
     pools = [torch.randn(7 * S, 2, KV_HEADS, D, generator=generator)] * 2
     pools = [pool.clone() for pool in pools]
     num_rows = batch.num_tokens + 2
-    query, key, value = (torch.randn(1, h, num_rows, D, generator=generator) for h in (HEADS, KV_HEADS, KV_HEADS))
+    query, key, value = (torch.randn(num_rows, h, D, generator=generator) for h in (HEADS, KV_HEADS, KV_HEADS))
     scheme = fast_attention_scheme(torch.float32, torch.device("cpu"), HEADS // KV_HEADS)
     ours, theirs = (
         make(batch, num_rows, [pool], scheme, torch.float32)

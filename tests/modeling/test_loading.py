@@ -31,7 +31,7 @@ def test_facts_of_a_loaded_model(toy_path, toy_model):
 def test_weight_bytes_are_those_held_also_by_linears(numerics, toy_model):
     """Embedding and output layer are tied, and the latter keeps its own copy."""
     model = toy_model("qwen3", numerics=numerics)
-    frequencies = sum(buffer.nbytes for buffer in model.module.buffers())
+    frequencies = sum(buffer.nbytes for buffer in model.decoder.buffers())
     assert frequencies > 0
     assert model.weight_bytes == 4 * (model.num_parameters + VOCAB * model.hf_config.hidden_size) + frequencies
 

@@ -224,7 +224,7 @@ def test_activations_are_found_by_what_they_do():
 @pytest.mark.parametrize("name", ["qwen3", "phi3", "glm4", "gemma2"])
 def test_activations_of_every_name_run_in_pieces_on_three_threads(name, toy_path, three_threads):
     model = load_model(toy_path(name))
-    pieces = [module for module in model.module.modules() if isinstance(module, ElementwisePieces)]
+    pieces = [module for module in model.decoder.modules() if isinstance(module, ElementwisePieces)]
     assert len(pieces) == model.hf_config.num_hidden_layers
 
 
@@ -256,8 +256,8 @@ def test_fast_linear_is_close_to_stock(n, k, dtype):
 def test_router_and_experts_have_the_same_bits_at_every_row_count(name, toy_model):
     """Also where the pass around them is not padded."""
     model = toy_model(name, dtype="float32")
-    router = next(m for m in model.module.modules() if isinstance(m, RowwiseModule))
-    experts = next(m for m in model.module.modules() if isinstance(m, RowExactExperts))
+    router = next(m for m in model.decoder.modules() if isinstance(m, RowwiseModule))
+    experts = next(m for m in model.decoder.modules() if isinstance(m, RowExactExperts))
     x = torch.randn(600, model.hf_config.hidden_size, generator=torch.Generator().manual_seed(2))
     with torch.inference_mode():
         routed = router(x)

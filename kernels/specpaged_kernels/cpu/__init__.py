@@ -1,0 +1,1 @@
+"""Kernels for CPUs, in C++ that the machine's own compiler builds when they are first used."""

@@ -1,0 +1,92 @@
+// x [M, K] times a weight [N, K], plus a bias, for the few rows of a decode or a verify as for a prefill's many.
+//
+// The weight lies in panels of PANEL outputs, [N / PANEL, K, PANEL]: a pass over K reads it once, front to back. A row's
+// sum runs over K in order, one lane per output, in registers from beginning to end. How many rows and panels are taken
+// together is a matter of speed: it changes no row's operations, so that a row has the same bits in every batch (see
+// paged_attention.cpp on what the compiler may do).
+
+#include <type_traits>
+
+#include "vectors.h"
+
+namespace {
+
+constexpr int PANEL = 2 * LANES;
+constexpr int MAX_ROWS = 6;  // 12 sums, 2 weights and an input fill the 16 vector registers of AVX2
+
+template <int ROWS, int PANELS, typename T>
+void multiply(const T* x, int64_t x_row, const T* weight, const T* bias, int64_t in_features, int64_t out_features,
+              int64_t first, T* y) {
+    constexpr int VECTORS = PANELS * PANEL / LANES;
+    Floats total[ROWS][VECTORS] = {};
+    const int64_t panel_size = in_features * PANEL;
+    const T* panel = weight + first / PANEL * panel_size;
+    for (int64_t k = 0; k < in_features; ++k) {
+        Floats column[VECTORS];
+        for (int v = 0; v < VECTORS; ++v)
+            column[v] = load(panel + v / 2 * panel_size + k * PANEL + v % 2 * LANES);
+        for (int r = 0; r < ROWS; ++r) {
+            const Floats input = splat(to_float(x[r * x_row + k]));
+            for (int v = 0; v < VECTORS; ++v) total[r][v] = fma(input, column[v], total[r][v]);
+        }
+    }
+    for (int r = 0; r < ROWS; ++r) {
+        float sums[VECTORS * LANES];
+        for (int v = 0; v < VECTORS; ++v) store(sums + v * LANES, total[r][v]);
+        const int64_t count = out_features - first < VECTORS * LANES ? out_features - first : VECTORS * LANES;
+        T* to = y + r * out_features + first;
+        for (int64_t i = 0; i < count; ++i) from_float(bias ? sums[i] + to_float(bias[first + i]) : sums[i], to + i);
+    }
+}
+
+template <int ROWS, typename T>
+void multiply(const T* x, int64_t x_row, const T* weight, const T* bias, int64_t in_features, int64_t out_features,
+              int64_t first, int panels, T* y) {
+    // With few rows, several panels keep as many sums in flight.
+    constexpr int TOGETHER = ROWS == 1 ? 4 : ROWS <= 3 ? 2 : 1;
+    int done = 0;
+    for (; done + TOGETHER <= panels; done += TOGETHER)
+        multiply<ROWS, TOGETHER>(x, x_row, weight, bias, in_features, out_features, first + done * PANEL, y);
+    for (; done < panels; ++done)
+        multiply<ROWS, 1>(x, x_row, weight, bias, in_features, out_features, first + done * PANEL, y);
+}
+
+template <typename T>
+void linear(const T* x, int64_t x_row, int64_t num_rows, const T* weight, const T* bias, int64_t in_features,
+            int64_t out_features, T* y, int num_threads) {
+    constexpr int TASK = 4;  // panels
+    const int64_t num_panels = (out_features + PANEL - 1) / PANEL, num_tasks = (num_panels + TASK - 1) / TASK;
+#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_threads > 1)
+    for (int64_t task = 0; task < num_tasks; ++task) {
+        const int64_t first = task * TASK * PANEL;
+        const int panels = int(num_panels - task * TASK < TASK ? num_panels - task * TASK : TASK);
+        int64_t row = 0;
+        const auto run = [&](auto rows) {
+            multiply<rows.value>(x + row * x_row, x_row, weight, bias, in_features, out_features, first, panels,
+                                 y + row * out_features);
+            row += rows.value;
+        };
+        while (num_rows - row >= MAX_ROWS) run(std::integral_constant<int, MAX_ROWS>());
+        switch (num_rows - row) {
+            case 5: run(std::integral_constant<int, 5>()); break;
+            case 4: run(std::integral_constant<int, 4>()); break;
+            case 3: run(std::integral_constant<int, 3>()); break;
+            case 2: run(std::integral_constant<int, 2>()); break;
+            case 1: run(std::integral_constant<int, 1>()); break;
+        }
+    }
+}
+
+}  // namespace
+
+// x [M, K]: x_row elements from row to row; weight [ceil(N / PANEL), K, PANEL], zeros behind N; bias [N] or null;
+// y [M, N] contiguous.
+#define DEFINE(NAME, TYPE)                                                                                       \
+    extern "C" void NAME(const void* x, int64_t x_row, int64_t num_rows, const void* weight, const void* bias,   \
+                         int64_t in_features, int64_t out_features, void* y, int num_threads) {                  \
+        linear((const TYPE*)x, x_row, num_rows, (const TYPE*)weight, (const TYPE*)bias, in_features,             \
+               out_features, (TYPE*)y, num_threads);                                                             \
+    }
+
+DEFINE(linear_float32, float)
+DEFINE(linear_bfloat16, bfloat16)

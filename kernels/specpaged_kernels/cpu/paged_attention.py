@@ -1,0 +1,91 @@
+"""Paged attention on a CPU: see paged_attention.cpp."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from specpaged_kernels.cpu.build import BuildError, load
+
+DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+
+class Pass(ctypes.Structure):
+    """What is one for all layers of one geometry; the struct of the same name in the C++ file."""
+
+    _fields_ = [
+        *((name, ctypes.c_int) for name in (
+            "num_seqs", "num_tokens", "num_rows", "block_size", "num_heads", "num_kv_heads", "head_dim", "num_threads"
+        )),
+        ("table_stride", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("slot_mapping", "page_table", "cu_query_lens", "context_lens")),
+        ("scaling", ctypes.c_float),
+        ("softcap", ctypes.c_float),
+        ("window", ctypes.c_int),
+        ("sinks", ctypes.c_void_p),
+    ]  # fmt: skip
+
+
+def why_not(dtype: torch.dtype) -> str | None:
+    """Why it cannot run here; None if it can."""
+    if dtype not in DTYPES:
+        return f"{dtype} is not one of {', '.join(map(str, DTYPES))}"
+    try:
+        _functions()
+    except BuildError as error:
+        return str(error)
+    return None
+
+
+@functools.cache
+def _functions() -> dict[torch.dtype, ctypes._CFuncPtr]:
+    library = load(Path(__file__).with_suffix(".cpp"))
+    functions = {}
+    rows = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
+    for dtype, name in DTYPES.items():
+        function = getattr(library, f"paged_attention_{name}")
+        function.argtypes = [ctypes.c_void_p, *rows * 3, ctypes.c_void_p, ctypes.c_void_p]
+        function.restype = None
+        functions[dtype] = function
+    return functions
+
+
+def paged_attention(
+    query: Tensor,  # [N, Hq, D] dtype
+    key: Tensor,  # [N, Hkv, D] dtype
+    value: Tensor,  # [N, Hkv, D] dtype
+    kv_pool: Tensor,  # [P * S, 2, Hkv, D] dtype; [:, 0] keys, [:, 1] values
+    slot_mapping: Tensor,  # [num_tokens] int64: rows past them are filler
+    page_table: Tensor,  # [B, max_blocks] int32
+    cu_query_lens: Tensor,  # [B + 1] int32, of which the last is num_tokens
+    context_lens: Tensor,  # [B] int32, before the pass
+    block_size: int,
+    scaling: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,  # [Hq] float32
+    output: Tensor | None = None,  # [N, Hq, D] dtype, contiguous, written as a whole
+) -> Tensor:  # [N, Hq, D] dtype, zeros in filler rows
+    """`store_kv_ref`, then `paged_attention_ref`. D is contiguous everywhere, and the pool is as a whole."""
+    num_rows, num_heads, head_dim = query.shape
+    output = torch.empty(query.shape, dtype=query.dtype) if output is None else output
+    call = Pass(
+        context_lens.shape[0], slot_mapping.shape[0], num_rows, block_size, num_heads, key.shape[1], head_dim,
+        torch.get_num_threads(), page_table.stride(0),
+        slot_mapping.data_ptr(), page_table.data_ptr(), cu_query_lens.data_ptr(), context_lens.data_ptr(),
+        1 / math.sqrt(head_dim) if scaling is None else scaling, softcap or 0.0, window or 0,
+        None if sinks is None else sinks.data_ptr(),
+    )  # fmt: skip
+    _functions()[query.dtype](
+        ctypes.addressof(call),
+        query.data_ptr(), query.stride(0), query.stride(1),
+        key.data_ptr(), key.stride(0), key.stride(1),
+        value.data_ptr(), value.stride(0), value.stride(1),
+        kv_pool.data_ptr(), output.data_ptr(),
+    )  # fmt: skip
+    return output

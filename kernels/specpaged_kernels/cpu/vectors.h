@@ -1,0 +1,105 @@
+// Eight floats at a time, in GCC's and clang's vector extension.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#if defined(__AVX2__) && defined(__FMA__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+constexpr int LANES = 8;
+
+typedef float Floats __attribute__((vector_size(LANES * 4)));
+typedef int32_t Ints __attribute__((vector_size(LANES * 4)));
+typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
+
+struct bfloat16 {
+    uint16_t bits;
+};
+
+inline float to_float(float x) { return x; }
+inline float to_float(bfloat16 x) {
+    uint32_t bits = uint32_t(x.bits) << 16;
+    float y;
+    std::memcpy(&y, &bits, 4);
+    return y;
+}
+
+inline void from_float(float x, float* out) { *out = x; }
+inline void from_float(float x, bfloat16* out) {  // to nearest, ties to even
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    out->bits = x != x ? 0x7fc0 : uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+inline Floats splat(float x) { return Floats{x, x, x, x, x, x, x, x}; }
+
+inline Floats load(const float* from) {
+    Floats x;
+    std::memcpy(&x, from, sizeof x);
+    return x;
+}
+inline Floats load(const bfloat16* from) {
+    Halves x;
+    std::memcpy(&x, from, sizeof x);
+    return (Floats)(__builtin_convertvector(x, Ints) << 16);
+}
+inline void store(float* to, Floats x) { std::memcpy(to, &x, sizeof x); }
+
+inline Floats fma(Floats a, Floats b, Floats c) {
+#if defined(__AVX2__) && defined(__FMA__)
+    return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return a * b + c;
+#endif
+}
+inline float fma(float a, float b, float c) {
+#if defined(__AVX2__) && defined(__FMA__)
+    return __builtin_fmaf(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
+
+inline void store(bfloat16* to, Floats x) {
+    Ints bits = (Ints)x;
+    bits = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    bits = x == x ? bits : Ints{} + 0x7fc0;
+    Halves rounded = __builtin_convertvector(bits, Halves);
+    std::memcpy(to, &rounded, sizeof rounded);
+}
+
+// e^x for x <= 0 within 2 units in the last place (Cephes' expf); 0 below -87; NaN stays NaN.
+inline Floats exp(Floats x) {
+    const Floats lowest = splat(-87.0f), magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+    Floats clamped = x < lowest ? lowest : x;
+    Floats n = fma(clamped, splat(1.44269504f), magic) - magic;
+    Floats r = fma(n, splat(2.12194440e-4f), fma(n, splat(-0.693359375f), clamped));
+    Floats y = splat(1.9875691500e-4f);
+    y = fma(y, r, splat(1.3981999507e-3f));
+    y = fma(y, r, splat(8.3334519073e-3f));
+    y = fma(y, r, splat(4.1665795894e-2f));
+    y = fma(y, r, splat(1.6666665459e-1f));
+    y = fma(y, r, splat(5.0000001201e-1f));
+    y = fma(y * r, r, r) + splat(1.0f);
+    Ints exponent = __builtin_convertvector(x == x ? n : splat(0.0f), Ints) << 23;
+    Floats result = (Floats)((Ints)y + exponent);
+    result = x < lowest ? splat(0.0f) : result;
+    return x == x ? result : x;
+}
+inline float exp(float x) { return exp(splat(x))[0]; }
+
+inline Floats tanh(Floats x) {  // within 1e-7, absolutely
+    Floats size = x < splat(0.0f) ? -x : x;
+    Floats e = exp(splat(-2.0f) * size);
+    Floats y = (splat(1.0f) - e) / (splat(1.0f) + e);
+    return x < splat(0.0f) ? -y : y;
+}
+
+inline float sum(Floats x) {
+    return ((x[0] + x[4]) + (x[1] + x[5])) + ((x[2] + x[6]) + (x[3] + x[7]));
+}
+
+}  // namespace

@@ -1,0 +1,164 @@
+"""From a checkpoint's files to a flat decoder, a layer at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from specpaged.modeling.exact import ExactLinears
+from specpaged.modeling.families import LayerGeometry
+from specpaged.modeling.flat import config as families
+from specpaged.modeling.flat import weights
+from specpaged.modeling.flat.config import FlatConfig, flat_config, rotary_frequencies
+from specpaged.modeling.flat.decoder import FlatDecoder, FlatLayer
+from specpaged.modeling.flat.parts import Parts
+from specpaged.modeling.flat.weights import Checkpoint, expected_shapes, layer_shapes
+from specpaged.modeling.linear import FastLinear
+
+QKV, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
+
+MakeLinear = Callable[[Tensor, Tensor | None], nn.Module]
+
+
+class FlatSource:
+    """See Source. `FlatSource.open` says why where it does not apply.
+
+    Layers are read one by one and kept in the form in which they compute: of a checkpoint nothing else is held than the
+    embedding, which stays mapped where it has the dtype that is wanted.
+    """
+
+    implementation = "flat"
+
+    def __init__(
+        self,
+        config: FlatConfig,
+        checkpoint: Checkpoint,
+        frequencies: dict[str, tuple[Tensor, float]],
+        max_model_len: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        self.config = config
+        self.checkpoint = checkpoint
+        self.frequencies = frequencies
+        self.max_model_len = max_model_len
+        self.dtype = dtype
+        self.device = device
+        self.architecture = config.architecture
+        self.layers: list[LayerGeometry] = [config.geometry] * len(config.layers)
+        self.vocab_size = config.vocab_size
+        self.num_parameters = sum(math.prod(shape) for shape in expected_shapes(config).values())
+
+    @classmethod
+    def open(
+        cls,
+        model: str,
+        config: PreTrainedConfig,
+        dtype: torch.dtype | None,
+        device: torch.device,
+        max_model_len: int,
+        trust_remote_code: bool,
+    ) -> FlatSource | str:
+        """The source, or why there is none; `dtype` None is the checkpoint's (float32 for float16 on a CPU)."""
+        reason = families.why_not(config, trust_remote_code)
+        if reason is not None:
+            return reason
+        ours, checkpoint = flat_config(config), Checkpoint(model)
+        reason = weights.why_not(ours, checkpoint)
+        if reason is not None:
+            return reason
+        dtype = dtype or getattr(config, "dtype", None) or checkpoint.dtype
+        if dtype == torch.float16 and device.type == "cpu":
+            dtype = torch.float32
+        return cls(ours, checkpoint, rotary_frequencies(config, max_model_len), max_model_len, dtype, device)
+
+    def exact(self, linears: ExactLinears) -> tuple[nn.Module, set[int]]:
+        """See Source.exact."""
+        parts = Parts(self.config, linears.backend, in_pieces=linears.num_threads > 2)
+        inner_sizes = set()
+        if parts.torch_gates:
+            inner_sizes.add(self.config.intermediate_size)
+        if self.config.final_softcap is not None:
+            inner_sizes.add(self.vocab_size)
+        if linears.backend == "torch":
+            linears.want_rows(2)
+        return self._decoder(linears.make, parts), inner_sizes
+
+    def fast(self, backend: str) -> nn.Module:
+        """See Source.fast."""
+        make_linear = partial(FastLinear, backend=backend)
+        return self._decoder(make_linear, Parts(self.config, backend, in_pieces=False))
+
+    def _decoder(self, make_linear: MakeLinear, parts: Parts) -> FlatDecoder:
+        config = self.config
+        layers = [self._layer(layer_idx, make_linear, parts) for layer_idx in range(len(config.layers))]
+        ends = self._read(weights.EMBEDDING, weights.FINAL_NORM, *([] if config.tied else [weights.OUTPUT]))
+        embedding = ends[weights.EMBEDDING]
+        output = make_linear(ends.get(weights.OUTPUT, embedding), None)
+        positions = torch.arange(self.max_model_len, device=self.device)[:, None].float()
+        rotations = {}
+        for rope, (inverse, factor) in self.frequencies.items():
+            angles = positions * inverse.to(self.device)
+            rotations[rope] = (angles.cos() * factor, angles.sin() * factor)
+        final_norm = parts.norm(ends[weights.FINAL_NORM])
+        decoder = FlatDecoder(config, embedding, layers, final_norm, output, rotations)
+        return decoder.eval().requires_grad_(False)
+
+    def _read(self, *names: str) -> dict[str, Tensor]:
+        return {name: tensor.to(self.device, self.dtype) for name, tensor in self.checkpoint.read(names).items()}
+
+    def _layer(self, layer_idx: int, make_linear: MakeLinear, parts: Parts) -> FlatLayer:
+        config = self.config
+        prefix = f"model.layers.{layer_idx}."
+        tensors = self._read(*layer_shapes(config, layer_idx))
+        tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+
+        def linear(*paths: str) -> nn.Module:
+            return make_linear(*(_concatenated(tensors, paths, kind) for kind in ("weight", "bias")))
+
+        if config.interleaved_rope:
+            rotated = 2 * len(self.frequencies["all"][0])
+            for name, num_heads in (("q_proj", config.num_heads), ("k_proj", config.num_kv_heads)):
+                for path in (f"self_attn.{name}.weight", f"self_attn.{name}.bias"):
+                    if path in tensors:
+                        tensors[path] = halves_apart(tensors[path], num_heads, rotated)
+        linears = {
+            "qkv": linear(*(f"self_attn.{name}" for name in (["qkv_proj"] if config.fused_qkv else QKV))),
+            "o": linear("self_attn.o_proj"),
+            "gate_up": linear(*(f"mlp.{name}" for name in (["gate_up_proj"] if config.fused_gate_up else GATE_UP))),
+            "down": linear("mlp.down_proj"),
+        }
+        norms = {
+            place: parts.norm(tensors[f"{name}.weight"])
+            for place, name in vars(config.norms).items()
+            if name is not None
+        }
+        head_weight = None
+        if config.qk_norm:
+            query, key = (tensors[f"self_attn.{name}.weight"].float() for name in ("q_norm", "k_norm"))
+            head_weight = torch.cat([query.expand(config.num_heads, -1), key.expand(config.num_kv_heads, -1)])
+            head_weight = head_weight + config.norm_offset
+        return FlatLayer(config, layer_idx, linears, norms, parts.heads(layer_idx, head_weight), parts.gate())
+
+
+def _concatenated(tensors: dict[str, Tensor], paths: tuple[str, ...], kind: str) -> Tensor | None:
+    parts = [tensors[f"{path}.{kind}"] for path in paths if f"{path}.{kind}" in tensors]
+    if not parts:
+        return None
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def halves_apart(projection: Tensor, num_heads: int, rotated: int) -> Tensor:
+    """Rows of a query or key projection ([heads * D, H], or its bias) from interleaved RoPE to RoPE by halves.
+
+    Of each head's first `rotated` rows, pairs (0, 1), (2, 3) ... become (i, i + rotated / 2). Query and key being
+    ordered alike, their products stay what they are.
+    """
+    heads = projection.view(num_heads, -1, *projection.shape[1:])
+    parts = heads[:, 0:rotated:2], heads[:, 1:rotated:2], heads[:, rotated:]
+    return torch.cat(parts, dim=1).view(projection.shape)

@@ -1,0 +1,118 @@
+"""The C++ attention against the references, on ragged batches with NaN in every slot that nobody owns."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specpaged_kernels.cpu.paged_attention import paged_attention
+from specpaged_kernels.paged_attention import paged_attention_ref
+from specpaged_kernels.store_kv import store_kv_ref
+from tests.kernels.cpu.world import World
+
+# (context, query tokens) of each sequence
+BATCHES = {
+    "decode": [(0, 1), (5, 1), (31, 1), (32, 1), (200, 1)],
+    "verify beside prefill and decode": [(9, 6), (0, 33), (70, 6), (12, 1), (61, 6), (3, 2), (40, 1)],
+    "chunked prefill": [(0, 1), (130, 70), (31, 3), (17, 66)],
+}
+OPTIONS = {
+    "plain": {},
+    "scaling": {"scaling": 0.4},
+    "window": {"window": 9},
+    "window past a chunk": {"window": 40},
+    "softcap": {"softcap": 1.5, "scaling": 0.5},
+    "sinks": {"sinks": True},
+    "all": {"scaling": 0.4, "window": 21, "softcap": 2.0, "sinks": True},
+}
+GEOMETRIES = [(4, 2, 16), (8, 1, 32), (3, 3, 20), (2, 2, 64), (6, 2, 24)]  # Hq, Hkv, D
+
+
+def options_for(name: str, num_heads: int) -> dict:
+    options = dict(OPTIONS[name])
+    if options.pop("sinks", False):
+        options["sinks"] = torch.linspace(-1, 2, num_heads)
+    return options
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+@pytest.mark.parametrize("batch", BATCHES)
+def test_it_stores_and_attends_as_the_references_do(batch, geometry, options):
+    check(World(BATCHES[batch], *geometry), options_for(options, geometry[0]), 1e-5)
+
+
+@pytest.mark.parametrize("options", ["plain", "all"])
+@pytest.mark.parametrize("batch", BATCHES)
+def test_bfloat16(batch, options):
+    check(World(BATCHES[batch], 4, 2, 16, dtype=torch.bfloat16), options_for(options, 4), 2**-7)
+
+
+def check(world: World, options: dict, tolerance: float) -> None:
+    expected_pool = world.pool.clone()
+    store_kv_ref(world.key, world.value, expected_pool, world.slot_mapping, torch.tensor(world.num_tokens))
+    expected = paged_attention_ref(
+        world.query, expected_pool, world.page_table, world.cu_query_lens, world.context_lens, world.block_size,
+        **options,
+    )  # fmt: skip
+    got = world.attend(**options)
+    assert torch.equal(world.pool.nan_to_num(7), expected_pool.nan_to_num(7)), "stores what the reference stores"
+    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
+
+
+@settings(max_examples=40)
+@given(
+    batch=st.lists(st.tuples(st.integers(0, 100), st.integers(0, 9)), min_size=1, max_size=6).filter(
+        lambda batch: any(query_len for _, query_len in batch)
+    ),
+    block_size=st.sampled_from([1, 4, 16, 64]),
+    window=st.none() | st.integers(1, 70),
+    seed=st.integers(0, 1000),
+)
+def test_ragged_batches(batch, block_size, window, seed):
+    check(World(batch, 4, 2, 16, block_size=block_size, seed=seed), {"window": window}, 1e-5)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_token_has_the_same_bits_in_decode_verify_and_prefill(dtype, options):
+    """Beside mates, in any tile and any blocks, on any threads."""
+    length, geometry = 150, (4, 2, 16)
+    whole = World([(0, length)], *geometry, dtype=dtype)
+    given_options = options_for(options, 4)
+    expected = whole.attend(**given_options)
+
+    def rows(start: int, stop: int, mates: list[tuple[int, int]], seed: int) -> torch.Tensor:
+        world = World([*mates, (start, stop - start)], *geometry, dtype=dtype, seed=seed)
+        world.copy_sequence(whole, start, stop)
+        return world.attend(**given_options)[sum(query_len for _, query_len in mates) :][: stop - start]
+
+    for start in (1, 31, 32, 33, 64, 149):
+        assert torch.equal(rows(start, start + 1, [], 1), expected[start : start + 1])
+    for start, stop in ((30, 36), (63, 70), (100, 107), (5, 120)):
+        got = rows(start, stop, [(17, 3), (90, 1), (0, 40)], stop)
+        assert torch.equal(got, expected[start:stop]), (start, stop)
+    torch.set_num_threads(2)
+    try:
+        assert torch.equal(rows(63, 70, [(17, 3), (90, 1)], 3), expected[63:70])
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_nan_in_a_drafts_kv_does_not_reach_the_rows_before_it():
+    world = World([(40, 6), (3, 2)], 4, 2, 16)
+    clean = world.attend()
+    world.value[3] = float("nan")
+    world.key[4] = float("nan")
+    spoilt = world.attend()
+    assert torch.equal(spoilt[:3], clean[:3])
+    assert spoilt[3:6].isnan().all()
+    assert torch.equal(spoilt[6:8], clean[6:8])
+
+
+def test_filler_rows_are_zeros_and_store_nothing():
+    world = World([(5, 2)], 4, 2, 16, filler=5)
+    got = world.attend()
+    assert got.shape[0] == 7
+    assert not got[2:].any()
+    assert paged_attention.__doc__
