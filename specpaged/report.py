@@ -17,13 +17,17 @@ def human_bytes(num_bytes: float) -> str:
     raise AssertionError("unreachable")
 
 
+def _with_reason(choice: str, reason: str | None) -> str:
+    return f"{choice} ({reason})" if reason else choice
+
+
 @dataclass(frozen=True)
 class ModelReport:
     """One model's share of memory and its numerics."""
 
     role: str
     architecture: str
-    implementation: str
+    decoder: str  # which implementation, in which kernels, and why not in others
     num_parameters: int
     weight_bytes: int
     kv_bytes_per_token: int
@@ -37,7 +41,8 @@ class ModelReport:
         return cls(
             role,
             model.architecture,
-            f"transformers ({model.not_flat})" if model.not_flat else model.implementation,
+            f"{_with_reason(model.implementation, model.not_flat)}, kernels "
+            f"{_with_reason(model.backend, model.not_ours)}",
             model.num_parameters,
             model.weight_bytes,
             runner.kv_cache.bytes_per_token,
@@ -49,7 +54,7 @@ class ModelReport:
         return (
             f"{self.role:<7}{self.architecture}, {self.num_parameters / 1e6:.2f} M parameters, {self.dtype}, "
             f"weights {human_bytes(self.weight_bytes)}, KV {human_bytes(self.kv_bytes_per_token)} per token\n"
-            f"       decoder {self.implementation}\n"
+            f"       decoder {self.decoder}\n"
             f"       numerics {self.numerics}"
         )
 

@@ -47,6 +47,7 @@ class RowExactExperts(nn.Module):
         self.apply_gate = experts._apply_gate
         self.gate_up = nn.ModuleList(_expert_linears(experts, "gate_up_proj", backend))
         self.down = nn.ModuleList(_expert_linears(experts, "down_proj", backend))
+        on_cpu = experts.gate_up_proj.device.type == "cpu"
         # apply_gate needs the module's activation, not its weights.
         for name in list(experts._parameters):
             experts._parameters[name] = None
@@ -54,7 +55,7 @@ class RowExactExperts(nn.Module):
         inner = self.down[0].in_features
         self._multiple = aligned_multiple(
             math.lcm(*(max(s.row_multiple, s.min_rows) for s in schemes)),
-            {inner} if self.down[0].operand.device.type == "cpu" else set(),
+            {inner} if on_cpu else set(),
             num_threads,
             self.down[0].dtype,
         )

@@ -184,7 +184,7 @@ class RowExactLinear(nn.Module):
 
     def extra_repr(self) -> str:
         """For printing the module."""
-        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {self.scheme.name}"
+        return f"{self.in_features}, {self.out_features}, bias={self.kernel.bias is not None}, {self.scheme.name}"
 
 
 class FastLinear(nn.Module):

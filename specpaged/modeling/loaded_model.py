@@ -19,6 +19,7 @@ class LoadedModel:
     decoder: nn.Module  # see Source
     implementation: str  # "flat" | "transformers"
     not_flat: str | None  # why the flat decoder does not run it
+    not_ours: str | None  # why none of our kernels does
     hf_config: PreTrainedConfig
     name: str  # the path or hub id that was asked for
     architecture: str

@@ -59,6 +59,7 @@ def load_model(
     facts = dict(
         implementation=source.implementation,
         not_flat=not_flat,
+        not_ours=not_ours,
         hf_config=config,
         name=model,
         architecture=source.architecture,

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from specpaged.modeling.flat import config as flat_families
 from specpaged.modeling.loading import load_model
-from tests.modeling.families import FAMILIES, save_toy
+from tests.modeling.families import FAMILIES, save_toy, toy_config
 from tests.modeling.world import World, random_tokens
 
 PROMPT, TOTAL = 30, 44  # tokens; the logits of positions PROMPT .. TOTAL-1 are compared
@@ -57,19 +58,24 @@ def assert_same_bits(got: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("backend", ["torch", "cpp"])
+@pytest.mark.parametrize("model_impl", ["flat", "transformers"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_rows_have_the_same_bits_in_decode_verify_and_prefill(name, dtype, toy_model):
-    model = toy_model(name, dtype=dtype)
+def test_rows_have_the_same_bits_in_decode_verify_and_prefill(name, model_impl, backend, dtype, toy_model):
+    if model_impl == "flat" and toy_config(name).model_type not in flat_families.FAMILIES:
+        return
+    model = toy_model(name, dtype=dtype, model_impl=model_impl, attention_backend=backend)
     tokens = random_tokens(TOTAL, 4)
     expected = one_token_decode(model, tokens, 16)
     assert_same_bits(verify_beside_mates(model, tokens, 16, drafts=5), expected)
     assert_same_bits(chunked_prefill(model, tokens, 16, (13, 1, 30)), expected)
 
 
+@pytest.mark.parametrize("backend", ["torch", "cpp"])
 @pytest.mark.parametrize("block_size", [1, 16, 64])
 @pytest.mark.parametrize("name", ["qwen3", "gemma2"])
-def test_rows_have_the_same_bits_under_every_block_size(name, block_size, toy_model):
-    model = toy_model(name, dtype="float32")
+def test_rows_have_the_same_bits_under_every_block_size(name, block_size, backend, toy_model):
+    model = toy_model(name, dtype="float32", attention_backend=backend)
     tokens = random_tokens(TOTAL, 4)
     expected = one_token_decode(model, tokens, 4)
     assert_same_bits(verify_beside_mates(model, tokens, block_size, drafts=7), expected)
@@ -77,10 +83,11 @@ def test_rows_have_the_same_bits_under_every_block_size(name, block_size, toy_mo
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("backend", ["torch", "cpp"])
 @pytest.mark.parametrize("name", ["qwen3", "mistral", "gpt_oss"])
-def test_long_contexts_have_the_same_bits(name, dtype, toy_model):
+def test_long_contexts_have_the_same_bits(name, backend, dtype, toy_model):
     """Across the edges of KV buckets, and prefills of more rows than one attention call takes."""
-    model = toy_model(name, dtype=dtype)
+    model = toy_model(name, dtype=dtype, attention_backend=backend)
     tokens = random_tokens(620, 8)
     world = World(model, 16, poison=False)
     whole = world.run(("a", tokens, len(tokens)))["a"]
@@ -95,13 +102,14 @@ def test_long_contexts_have_the_same_bits(name, dtype, toy_model):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_large_layers_have_the_same_bits(dtype, tmp_path):
+@pytest.mark.parametrize("backend", ["torch", "cpp"])
+def test_large_layers_have_the_same_bits(backend, dtype, tmp_path):
     """Large enough that prepacked weights come first, with inner sizes that leave element-wise tails."""
     path = save_toy(
         "llama", tmp_path, hidden_size=768, intermediate_size=1100, num_attention_heads=6, num_key_value_heads=2
     )
-    model = load_model(path, dtype=dtype)
-    assert "1100x768" in model.numerics_scheme
+    model = load_model(path, dtype=dtype, attention_backend=backend)
+    assert "2200x768" in model.numerics_scheme
     tokens = random_tokens(TOTAL, 4)
     expected = one_token_decode(model, tokens, 16)
     assert_same_bits(verify_beside_mates(model, tokens, 16, drafts=5), expected)
@@ -109,7 +117,7 @@ def test_large_layers_have_the_same_bits(dtype, tmp_path):
 
 
 def test_inner_sizes_with_tails_pad_the_pass_further(tmp_path):
-    model = load_model(save_toy("qwen3", tmp_path, intermediate_size=99))
+    model = load_model(save_toy("qwen3", tmp_path, intermediate_size=99), attention_backend="torch")
     assert model.row_multiple == 32
     tokens = random_tokens(TOTAL, 4)
     expected = one_token_decode(model, tokens, 16)
@@ -118,7 +126,7 @@ def test_inner_sizes_with_tails_pad_the_pass_further(tmp_path):
 
 def test_fast_numerics_really_differ(toy_model):
     """The tests above can fail: without exact numerics they would."""
-    model = toy_model("qwen3", numerics="fast")
+    model = toy_model("qwen3", numerics="fast", attention_backend="torch")
     tokens = random_tokens(TOTAL, 4)
     expected = one_token_decode(model, tokens, 16)
     assert not torch.equal(verify_beside_mates(model, tokens, 16, drafts=5), expected)

@@ -14,14 +14,19 @@ def hf_logits(model, tokens: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("numerics", ["exact", "fast"])
+@pytest.mark.parametrize("backend", ["torch", "cpp"])
+@pytest.mark.parametrize("model_impl", ["auto", "transformers"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_ragged_prefill_rejected_draft_and_verify_match_transformers(name, numerics, toy_path, toy_model):
+def test_ragged_prefill_rejected_draft_and_verify_match_transformers(
+    name, model_impl, backend, numerics, toy_path, toy_model
+):
     # longrope: with max_model_len past the original length, every sequence has the long factors; HF gives them to
     # sequences of more than 32 tokens, so all that are compared here are longer.
     reference = transformers.AutoModelForCausalLM.from_pretrained(
         toy_path(name), attn_implementation="eager", experts_implementation="eager"
     ).eval()
-    world = World(toy_model(name, numerics=numerics), block_size=4)
+    model = toy_model(name, numerics=numerics, model_impl=model_impl, attention_backend=backend)
+    world = World(model, block_size=4)
     a, b, c = random_tokens(61, 1), random_tokens(47, 2), random_tokens(70, 3)
     expected = {n: hf_logits(reference, t) for n, t in (("a", a), ("b", b), ("c", c))}
 

@@ -30,7 +30,7 @@ def test_facts_of_a_loaded_model(toy_path, toy_model):
 @pytest.mark.parametrize("numerics", ["exact", "fast"])
 def test_weight_bytes_are_those_held_also_by_linears(numerics, toy_model):
     """Embedding and output layer are tied, and the latter keeps its own copy."""
-    model = toy_model("qwen3", numerics=numerics)
+    model = toy_model("qwen3", numerics=numerics, model_impl="transformers", attention_backend="torch")
     frequencies = sum(buffer.nbytes for buffer in model.decoder.buffers())
     assert frequencies > 0
     assert model.weight_bytes == 4 * (model.num_parameters + VOCAB * model.hf_config.hidden_size) + frequencies
@@ -58,7 +58,8 @@ def test_dtype_auto_is_the_checkpoints_but_float16_becomes_float32(stored, loade
 
 
 def test_rope_frequencies_stay_float32(toy_model, toy_path):
-    buffers = dict(toy_model("qwen3", dtype="bfloat16").module.named_buffers())
+    model = toy_model("qwen3", dtype="bfloat16", model_impl="transformers")
+    buffers = dict(model.decoder.module.named_buffers())
     reference = transformers.AutoModelForCausalLM.from_pretrained(toy_path("qwen3"))
     assert buffers["model.rotary_emb.inv_freq"].dtype == torch.float32
     assert torch.equal(buffers["model.rotary_emb.inv_freq"], reference.model.rotary_emb.inv_freq)
@@ -72,7 +73,7 @@ def test_sharded_checkpoint(tmp_path, toy_path):
 
 
 def test_filler_rows_are_counted_and_write_nothing(toy_model):
-    model = toy_model("qwen3")
+    model = toy_model("qwen3", attention_backend="torch")
     world = World(model, block_size=4)
     world.run(("a", random_tokens(5, 0), 1))
     multiple = model.row_multiple

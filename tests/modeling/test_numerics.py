@@ -17,6 +17,7 @@ from specpaged.modeling.attention_folded import attend_chunked, attend_sdpa
 from specpaged.modeling.exact import (
     ELEMENTWISE_GRAIN,
     ElementwisePieces,
+    ExactLinears,
     RowExactExperts,
     RowwiseModule,
     aligned_multiple,
@@ -113,7 +114,7 @@ def test_a_row_dependent_kernel_is_passed_over_and_without_another_exact_is_refu
     monkeypatch.setattr(linear.F, "linear", lambda x, w, b=None: stock(x, w, b) + next(calls))
     numerics._choose_linear_scheme.cache_clear()
     with pytest.raises(InexactError, match=r"qwen2.*Qwen2ForCausalLM.*numerics='fast'"):
-        load_model(toy_path("qwen2"))
+        load_model(toy_path("qwen2"), attention_backend="torch")
 
 
 def test_attention_probe_rejects_what_depends_on_rows_or_kv_length():
@@ -222,10 +223,11 @@ def test_activations_are_found_by_what_they_do():
 
 
 @pytest.mark.parametrize("name", ["qwen3", "phi3", "glm4", "gemma2"])
-def test_activations_of_every_name_run_in_pieces_on_three_threads(name, toy_path, three_threads):
-    model = load_model(toy_path(name))
+@pytest.mark.parametrize("model_impl", ["flat", "transformers"])
+def test_activations_of_every_name_run_in_pieces_on_three_threads(name, model_impl, toy_path, three_threads):
+    model = load_model(toy_path(name), model_impl=model_impl, attention_backend="torch")
     pieces = [module for module in model.decoder.modules() if isinstance(module, ElementwisePieces)]
-    assert len(pieces) == model.hf_config.num_hidden_layers
+    assert len(pieces) == (1 if model_impl == "flat" else model.hf_config.num_hidden_layers)
 
 
 class Chooser(nn.Module):
@@ -252,10 +254,11 @@ def test_fast_linear_is_close_to_stock(n, k, dtype):
         torch.testing.assert_close(layer(x), F.linear(x, weight, bias), **tolerance)
 
 
+@pytest.mark.parametrize("backend", ["torch", "cpp"])
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "glm4_moe"])
-def test_router_and_experts_have_the_same_bits_at_every_row_count(name, toy_model):
+def test_router_and_experts_have_the_same_bits_at_every_row_count(name, backend, toy_model):
     """Also where the pass around them is not padded."""
-    model = toy_model(name, dtype="float32")
+    model = toy_model(name, dtype="float32", attention_backend=backend)
     router = next(m for m in model.decoder.modules() if isinstance(m, RowwiseModule))
     experts = next(m for m in model.decoder.modules() if isinstance(m, RowExactExperts))
     x = torch.randn(600, model.hf_config.hidden_size, generator=torch.Generator().manual_seed(2))
@@ -277,7 +280,7 @@ def test_a_matrix_outside_a_linear_layer_is_refused_by_name():
             self.mixing = torch.nn.Parameter(torch.randn(4, 4))
 
     with pytest.raises(InexactError, match=r"block \(Odd\) multiplies by mixing"):
-        make_exact(torch.nn.ModuleDict({"block": Odd()}), set(), torch.float32)
+        make_exact(torch.nn.ModuleDict({"block": Odd()}), ExactLinears(CPU, "torch"))
 
 
 def test_another_thread_count_than_at_load_is_an_error(toy_model):
@@ -298,9 +301,9 @@ import torch
 from specpaged.modeling.loading import load_model
 from tests.modeling.world import World, random_tokens
 
-def run(path, dtype, threads, sequences, drafts):
+def run(path, dtype, threads, backend, sequences, drafts):
     torch.set_num_threads(threads)
-    model = load_model(path, dtype=dtype)
+    model = load_model(path, dtype=dtype, attention_backend=backend)
     tokens = random_tokens(70, 9)
     world = World(model, block_size=[16, 4][sequences > 1], seed=sequences)
     mates = [f"m{i}" for i in range(sequences - 1)]
@@ -326,8 +329,8 @@ from tests.modeling.world import World, random_tokens
 
 torch.set_num_threads(3)
 different = {}
-for name, path in json.loads(sys.argv[1]).items():
-    model = load_model(path)
+for name, (path, *how) in json.loads(sys.argv[1]).items():
+    model = load_model(path, model_impl=how[0], attention_backend=how[1])
     tokens = random_tokens(980, 4)
     world = World(model, poison=False)
     chunks = torch.cat([world.run(("a", tokens[i : i + 98], 98))["a"] for i in range(0, 980, 98)])
@@ -350,12 +353,14 @@ def run_script(script: str, argument: object) -> object:
 def test_two_processes_with_other_limits_have_the_same_scheme_and_bits(toy_path):
     """One decodes one sequence token by token, the other verifies seven drafts of each of 32 sequences."""
     cases = [
-        ("qwen3", "float32", 1),
-        ("gpt_oss", "bfloat16", 1),
-        ("qwen3_moe", "float32", 2),
-        ("gemma2", "bfloat16", 2),
+        ("qwen3", "float32", 1, "torch"),
+        ("qwen3", "float32", 2, "cpp"),
+        ("gpt_oss", "bfloat16", 1, "cpp"),
+        ("qwen3_moe", "float32", 2, "torch"),
+        ("gemma2", "bfloat16", 2, "torch"),
+        ("gemma2", "bfloat16", 2, "cpp"),
     ]
-    cases = [(toy_path(name), dtype, threads) for name, dtype, threads in cases]
+    cases = [(toy_path(name), *case) for name, *case in cases]
     plain = run_script(SCRIPT, [cases, 1, 0])
     assert all(scheme.startswith("exact: ") for scheme, _ in plain)
     assert run_script(SCRIPT, [cases, 32, 7]) == plain
@@ -363,5 +368,9 @@ def test_two_processes_with_other_limits_have_the_same_scheme_and_bits(toy_path)
 
 def test_long_prefills_on_three_threads_have_the_bits_of_their_chunks(tmp_path):
     """Activations of long prefills are split over threads, those of their chunks are not."""
-    paths = {name: save_toy(name, tmp_path, intermediate_size=128) for name in ("qwen3", "phi3", "glm4", "gemma2")}
-    assert run_script(PREFILL_SCRIPT, paths) == {name: [0, 0, 0] for name in paths}
+    cases = {}
+    for name in ("qwen3", "phi3", "glm4", "gemma2"):
+        path = save_toy(name, tmp_path, intermediate_size=128)
+        for how in (("transformers", "torch"), ("flat", "torch"), ("flat", "cpp")):
+            cases[" ".join((name, *how))] = (path, *how)
+    assert run_script(PREFILL_SCRIPT, cases) == {name: [0, 0, 0] for name in cases}

@@ -187,7 +187,7 @@ def test_position_biases_outside_the_hook(dtype, slope, monkeypatch, copy):
 
     monkeypatch.setattr(modeling_llama, "eager_attention_forward", with_bias)
     with pytest.raises(ValueError, match=r"LlamaForCausalLM.*eager attention"):
-        load_model(str(copy), dtype=dtype)
+        load_model(str(copy), dtype=dtype, model_impl="transformers")
 
 
 def test_positions_that_are_wrong_past_a_prefill(monkeypatch, copy):
@@ -201,7 +201,7 @@ def test_positions_that_are_wrong_past_a_prefill(monkeypatch, copy):
 
     monkeypatch.setattr(LlamaRotaryEmbedding, "forward", from_the_start)
     with pytest.raises(ValueError, match=r"LlamaForCausalLM.*eager attention"):
-        load_model(str(copy), numerics="fast")
+        load_model(str(copy), numerics="fast", model_impl="transformers")
 
 
 def save_model(config, directory: Path) -> str:
@@ -259,7 +259,7 @@ def test_code_that_fails_with_our_layers(numerics, monkeypatch, copy):
     honest = LlamaMLP.forward
     monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: honest(self, x.to(self.up_proj.weight.dtype)))
     with pytest.raises(ValueError, match=r"LlamaForCausalLM.*forward fails.*AttributeError: .*'weight'"):
-        load_model(str(copy), numerics=numerics)
+        load_model(str(copy), numerics=numerics, model_impl="transformers")
 
 
 def test_quantized_weights(copy):

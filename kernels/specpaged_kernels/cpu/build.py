@@ -74,11 +74,13 @@ def _build(cxx: str, source: Path, library: Path) -> Path:
         folder = tempfile.mkdtemp()
         library = Path(folder) / library.name
     built = Path(folder) / "built.so"
-    done = subprocess.run([cxx, *FLAGS, str(source), "-o", str(built)], capture_output=True, text=True, check=False)
+    command = [cxx, *FLAGS, str(source), "-o", str(built)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "LC_ALL": "C"})
     if done.returncode:
         shutil.rmtree(folder)
-        errors = [line for line in done.stderr.splitlines() if "error" in line] or [f"status {done.returncode}"]
-        raise BuildError(f"{Path(cxx).name} does not build {source.name}: {errors[0]}")
+        errors = [line for line in done.stderr.splitlines() if "error: " in line]
+        error = errors[0].partition("error: ")[2] if errors else f"status {done.returncode}"
+        raise BuildError(f"{Path(cxx).name} does not build {source.name}: {error}")
     os.replace(built, library)
     if library.parent != Path(folder):
         shutil.rmtree(folder)
