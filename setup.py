@@ -11,9 +11,10 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.11",
-    packages=[*find_packages(include=["specpaged", "specpaged.*"]), "specpaged_kernels"],
+    packages=[*find_packages(include=["specpaged", "specpaged.*"]), "specpaged_kernels", "specpaged_kernels.cpu"],
     package_dir={"": ".", "specpaged_kernels": "kernels/specpaged_kernels"},
     package_data={
+        "specpaged_kernels.cpu": ["*.cpp", "*.h"],
         "specpaged": ["assets/*.md", "assets/*.jsonl", "assets/target/*", "assets/draft/*"],
     },
     install_requires=[

@@ -1,5 +1,6 @@
 """The flat decoder computes what transformers' own modules compute, and is refused where it would not."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import transformers
 
 from specpaged import LLM, SamplingParams
 from specpaged.modeling.flat import config as flat_families
+from specpaged.modeling.flat.cpp_decoder import CppDecoder
+from specpaged.modeling.flat.decoder import FlatDecoder
 from specpaged.modeling.flat.source import halves_apart
 from specpaged.modeling.flat.weights import Checkpoint, expected_shapes
 from specpaged.modeling.loading import load_model
@@ -117,7 +120,7 @@ def test_interleaved_pairs_become_halves():
 
 
 def test_the_last_layer_runs_wanted_rows_only(toy_model):
-    model = toy_model("llama", model_impl="flat")
+    model = toy_model("llama", model_impl="flat", attention_backend="torch")
     seen = []
     hook = model.decoder.layers[-1].down.register_forward_pre_hook(lambda module, inputs: seen.append(len(inputs[0])))
     try:
@@ -170,3 +173,33 @@ def test_weights_are_held_once(toy_path):
     config = model.hf_config
     per_head = config.num_hidden_layers * (4 + 2 - 2) * 32  # a head's norm is held for each head
     assert model.weight_bytes == 4 * (model.num_parameters + 128 * config.hidden_size + per_head) + table
+
+
+@pytest.mark.parametrize("numerics", ["exact", "fast"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", FLAT)
+def test_one_call_computes_what_its_parts_do_bit_for_bit(name, dtype, numerics, toy_model):
+    model = toy_model(name, dtype=dtype, numerics=numerics, model_impl="flat", attention_backend="cpp")
+    assert isinstance(model.decoder, CppDecoder)
+    assert model.row_multiple == 1 or model.decoder.decoder.final_softcap is not None
+    by_parts = dataclasses.replace(model, decoder=model.decoder.decoder)
+    worlds = World(model, block_size=4), World(by_parts, block_size=4)
+    a, b = random_tokens(60, 1), random_tokens(50, 2)
+    for step in (
+        [("a", a[:30], 0)],
+        [("a", a[30:33], 3), ("b", b[:40], 2)],
+        [("a", a[33:34], 1), ("b", b[40:41], 1)],
+        [("b", b[41:47], 6)],
+        [("a", a[34:35], 1)],
+    ):
+        got, expected = (world.run(*step) for world in worlds)
+        for seq in got:
+            assert torch.equal(got[seq], expected[seq]), (seq, len(step))
+
+
+def test_a_decoder_with_other_parts_runs_them(toy_path, tmp_path):
+    for model in (
+        load_model(toy_path("llama"), model_impl="flat", attention_backend="torch"),
+        load_model(save_toy("llama", tmp_path, hidden_act="relu"), model_impl="flat", attention_backend="cpp"),
+    ):
+        assert isinstance(model.decoder, FlatDecoder)

@@ -54,8 +54,9 @@ def load(source: Path) -> ctypes.CDLL:
         version = subprocess.run([cxx, "--version"], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
         raise BuildError(f"{Path(cxx).name} does not run: {error}") from None
-    headers = [header.read_text() for header in sorted(source.parent.glob("*.h"))]
-    key = hashlib.sha256("\0".join([source.read_text(), *headers, *FLAGS, version, _cpu()]).encode()).hexdigest()
+    # Any file of the folder may be included.
+    texts = [path.read_text() for pattern in ("*.h", "*.cpp") for path in sorted(source.parent.glob(pattern))]
+    key = hashlib.sha256("\0".join([source.name, *texts, *FLAGS, version, _cpu()]).encode()).hexdigest()
     library = cache_folder() / f"{source.stem}-{key[:16]}.so"
     if not library.is_file():
         library = _build(cxx, source, library)

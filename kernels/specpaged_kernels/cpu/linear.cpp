@@ -5,6 +5,8 @@
 // together is a matter of speed: it changes no row's operations, so that a row has the same bits in every batch (see
 // paged_attention.cpp on what the compiler may do).
 
+#pragma once
+
 #include <algorithm>
 #include <type_traits>
 #include <vector>
@@ -14,6 +16,7 @@
 namespace {
 
 constexpr int PANEL = 2 * LANES;
+constexpr int AHEAD = 64;    // of the columns that are multiplied, those that are fetched: the hardware stops at a page's end
 constexpr int MAX_ROWS = 6;  // 12 sums, 2 weights and an input fill the 16 vector registers of AVX2
 
 template <int ROWS, int PANELS, typename T, typename Y>
@@ -23,6 +26,7 @@ void multiply(const T* x, int64_t x_row, const T* panel, const Y* bias, int64_t 
     Floats total[ROWS][VECTORS] = {};
     const int64_t panel_size = in_features * PANEL;
     for (int64_t k = 0; k < in_features; ++k) {
+        for (int p = 0; p < PANELS; ++p) __builtin_prefetch(panel + p * panel_size + (k + AHEAD) * PANEL);
         Floats column[VECTORS];
         for (int v = 0; v < VECTORS; ++v)
             column[v] = load(panel + v / 2 * panel_size + k * PANEL + v % 2 * LANES);
@@ -113,6 +117,7 @@ void linear(const T* x, int64_t x_row, int64_t num_rows, const T* weight, const 
 
 // x [M, K]: x_row elements from row to row; weight [ceil(N / PANEL), K, PANEL], zeros behind N; bias [N] or null;
 // y [M, N] contiguous.
+#undef DEFINE
 #define DEFINE(NAME, TYPE)                                                                                       \
     extern "C" void NAME(const void* x, int64_t x_row, int64_t num_rows, const void* weight, const void* bias,   \
                          int64_t in_features, int64_t out_features, void* y, int num_threads) {                  \

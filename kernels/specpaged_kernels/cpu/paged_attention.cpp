@@ -12,6 +12,8 @@
 // beside any neighbour, on any number of threads. What a row may not read is never loaded into its sums: a NaN there
 // does not spoil it.
 
+#pragma once
+
 #include <algorithm>
 #include <cmath>
 #include <vector>
@@ -290,6 +292,7 @@ void attend(const Pass& pass, const T* query, int64_t query_row, int64_t query_h
 
 // query [num_rows, Hq, D], key and value [num_rows, Hkv, D]: strides in elements, D contiguous.
 // pool [P * S, 2, Hkv, D] and output [num_rows, Hq, D]: contiguous. Rows from num_tokens on are filler: zeros.
+#undef DEFINE
 #define DEFINE(NAME, TYPE)                                                                                             \
     extern "C" void NAME(const Pass* pass, const void* query, int64_t query_row, int64_t query_head, const void* key, \
                          int64_t key_row, int64_t key_head, const void* value, int64_t value_row, int64_t value_head, \

@@ -55,6 +55,31 @@ def _functions() -> dict[torch.dtype, ctypes._CFuncPtr]:
     return functions
 
 
+def make_pass(
+    num_rows: int,
+    slot_mapping: Tensor,
+    page_table: Tensor,
+    cu_query_lens: Tensor,
+    context_lens: Tensor,
+    block_size: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    scaling: float | None,
+    softcap: float | None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> Pass:
+    """See `paged_attention`; the tensors must outlive the struct."""
+    return Pass(
+        context_lens.shape[0], slot_mapping.shape[0], num_rows, block_size, num_heads, num_kv_heads, head_dim,
+        torch.get_num_threads(), page_table.stride(0),
+        slot_mapping.data_ptr(), page_table.data_ptr(), cu_query_lens.data_ptr(), context_lens.data_ptr(),
+        1 / math.sqrt(head_dim) if scaling is None else scaling, softcap or 0.0, window or 0,
+        None if sinks is None else sinks.data_ptr(),
+    )  # fmt: skip
+
+
 def paged_attention(
     query: Tensor,  # [N, Hq, D] dtype
     key: Tensor,  # [N, Hkv, D] dtype
@@ -74,12 +99,9 @@ def paged_attention(
     """`store_kv_ref`, then `paged_attention_ref`. D is contiguous everywhere, and the pool is as a whole."""
     num_rows, num_heads, head_dim = query.shape
     output = torch.empty(query.shape, dtype=query.dtype) if output is None else output
-    call = Pass(
-        context_lens.shape[0], slot_mapping.shape[0], num_rows, block_size, num_heads, key.shape[1], head_dim,
-        torch.get_num_threads(), page_table.stride(0),
-        slot_mapping.data_ptr(), page_table.data_ptr(), cu_query_lens.data_ptr(), context_lens.data_ptr(),
-        1 / math.sqrt(head_dim) if scaling is None else scaling, softcap or 0.0, window or 0,
-        None if sinks is None else sinks.data_ptr(),
+    call = make_pass(
+        num_rows, slot_mapping, page_table, cu_query_lens, context_lens, block_size, num_heads, key.shape[1], head_dim,
+        scaling, softcap, window, sinks,
     )  # fmt: skip
     _functions()[query.dtype](
         ctypes.addressof(call),

@@ -2,6 +2,8 @@
 //
 // A row's operations follow from its length alone (see paged_attention.cpp on what the compiler may do).
 
+#pragma once
+
 #include <cmath>
 
 #include "vectors.h"
@@ -94,6 +96,7 @@ void gate(const T* gate_up, int64_t num_rows, int64_t size, T* y) {
 
 // x [M, H], x_row elements from row to row; added [M, H] or null: x becomes x + added * multiplier, in place, first.
 // weight [H] float; y [M, H].
+#undef DEFINE
 #define DEFINE(SUFFIX, TYPE)                                                                                         \
     extern "C" void rms_norm_##SUFFIX(void* x, int64_t x_row, const void* added, float multiplier,                  \
                                       const void* weight, float eps, int64_t num_rows, int64_t size, void* y) {     \

@@ -104,7 +104,10 @@ class FlatDecoder(nn.Module):
         for layer_idx, layer in enumerate(self.layers):
             x, added = layer(x, added, rotations, paged_pass, logits_idx if layer_idx == last else None)
         _, normed = self.final_norm.add(x, added)
-        logits = self.output(normed)
+        return self.finished(self.output(normed))
+
+    def finished(self, logits: Tensor) -> Tensor:
+        """[M, V]: what a family does to the output layer's logits."""
         if self.logits_divisor != 1.0:
             logits = logits / self.logits_divisor
         if self.final_softcap is not None:

@@ -15,6 +15,7 @@ from specpaged.modeling.families import LayerGeometry
 from specpaged.modeling.flat import config as families
 from specpaged.modeling.flat import weights
 from specpaged.modeling.flat.config import FlatConfig, flat_config, rotary_frequencies
+from specpaged.modeling.flat.cpp_decoder import CppDecoder, all_parts_are_cpp
 from specpaged.modeling.flat.decoder import FlatDecoder, FlatLayer
 from specpaged.modeling.flat.parts import Parts
 from specpaged.modeling.flat.weights import Checkpoint, expected_shapes, layer_shapes
@@ -94,7 +95,7 @@ class FlatSource:
         make_linear = partial(FastLinear, backend=backend)
         return self._decoder(make_linear, Parts(self.config, backend, in_pieces=False))
 
-    def _decoder(self, make_linear: MakeLinear, parts: Parts) -> FlatDecoder:
+    def _decoder(self, make_linear: MakeLinear, parts: Parts) -> nn.Module:
         config = self.config
         layers = [self._layer(layer_idx, make_linear, parts) for layer_idx in range(len(config.layers))]
         ends = self._read(weights.EMBEDDING, weights.FINAL_NORM, *([] if config.tied else [weights.OUTPUT]))
@@ -106,8 +107,8 @@ class FlatSource:
             angles = positions * inverse.to(self.device)
             rotations[rope] = (angles.cos() * factor, angles.sin() * factor)
         final_norm = parts.norm(ends[weights.FINAL_NORM])
-        decoder = FlatDecoder(config, embedding, layers, final_norm, output, rotations)
-        return decoder.eval().requires_grad_(False)
+        decoder = FlatDecoder(config, embedding, layers, final_norm, output, rotations).eval().requires_grad_(False)
+        return CppDecoder(config, decoder) if all_parts_are_cpp(decoder) else decoder
 
     def _read(self, *names: str) -> dict[str, Tensor]:
         return {name: tensor.to(self.device, self.dtype) for name, tensor in self.checkpoint.read(names).items()}

@@ -5,7 +5,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specpaged_kernels.cpu.paged_attention import paged_attention
 from specpaged_kernels.paged_attention import paged_attention_ref
 from specpaged_kernels.store_kv import store_kv_ref
 from tests.kernels.cpu.world import World
@@ -110,9 +109,22 @@ def test_nan_in_a_drafts_kv_does_not_reach_the_rows_before_it():
     assert torch.equal(spoilt[6:8], clean[6:8])
 
 
+def test_nan_before_a_window_does_not_reach_it():
+    world = World([(40, 3), (3, 2)], 4, 2, 16)
+    clean = world.attend(window=9)
+    world.pool[[world.slot(0, position) for position in range(32)]] = float("nan")
+    world.value[1] = world.value[2] = 0.0
+    expected = world.attend(window=9)
+    assert torch.equal(expected[0], clean[0])
+    assert torch.isfinite(expected[:5]).all()
+    world.pool[world.slot(0, 32), 1] = float("nan")  # the first position that the first row reads
+    spoilt = world.attend(window=9)
+    assert spoilt[0].isnan().all()
+    assert torch.equal(spoilt[1:5], expected[1:5])
+
+
 def test_filler_rows_are_zeros_and_store_nothing():
     world = World([(5, 2)], 4, 2, 16, filler=5)
     got = world.attend()
     assert got.shape[0] == 7
     assert not got[2:].any()
-    assert paged_attention.__doc__

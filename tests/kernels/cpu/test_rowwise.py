@@ -45,7 +45,7 @@ def test_rms_norm(size, dtype, adds):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("has_norm", [False, True])
-@pytest.mark.parametrize(("head_dim", "rotated"), [(32, 32), (16, 8), (24, 24), (20, 10), (64, 0)])
+@pytest.mark.parametrize(("head_dim", "rotated"), [(32, 32), (16, 8), (24, 24), (20, 10), (20, 14), (64, 0)])
 def test_norm_and_rotate(head_dim, rotated, has_norm, dtype):
     num_rows, heads, values = 7, 5, 2
     qkv = random(num_rows, heads + values, head_dim, dtype=dtype)

@@ -1,0 +1,91 @@
+"""The flat decoder in one call, where all of its parts are our C++ kernels."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor, nn
+
+from specpaged.modeling.attention import PagedPass
+from specpaged.modeling.attention_cpp import CppPass
+from specpaged.modeling.flat.config import FlatConfig
+from specpaged.modeling.flat.decoder import FlatDecoder
+from specpaged.modeling.flat.parts import CppGate
+from specpaged.modeling.linear import CPP_ROWS, CppKernel, FastLinear, RowExactLinear
+from specpaged_kernels.cpu import decoder as kernel
+from specpaged_kernels.cpu.paged_attention import make_pass
+
+
+class CppDecoder(nn.Module):
+    """See Source: what `decoder` computes, bit for bit, without the calls between its parts.
+
+    A fast decoder that has stock kernels for many rows runs those itself.
+    """
+
+    def __init__(self, config: FlatConfig, decoder: FlatDecoder):
+        super().__init__()
+        self.config = config
+        self.decoder = decoder
+        self.most_rows = None if isinstance(decoder.output, RowExactLinear) else CPP_ROWS
+        self._function = kernel.function(decoder.embedding.dtype)
+        self._layers = (kernel.Layer * len(decoder.layers))()
+        for layer, part in zip(self._layers, decoder.layers, strict=True):
+            for name in ("qkv", "o", "gate_up", "down"):
+                weight, bias = cpp_operands(getattr(part, name))
+                setattr(layer, name, weight.data_ptr())
+                setattr(layer, f"{name}_bias", None if bias is None else bias.data_ptr())
+            for name in ("before_attention", "after_attention", "before_mlp", "after_mlp"):
+                norm = getattr(part, f"norm_{name}")
+                setattr(layer, name, None if norm is None else norm.weight.data_ptr())
+            heads, layer.window = part.heads, part.window or 0
+            layer.heads = None if heads.weight is None else heads.weight.data_ptr()
+            if heads.rope is not None:
+                cosine, sine = (getattr(decoder, f"{heads.rope}_{name}") for name in ("cos", "sin"))
+                layer.cosine, layer.sine, layer.rope_half = cosine.data_ptr(), sine.data_ptr(), cosine.shape[1]
+        self._struct = kernel.Decoder(
+            len(decoder.layers), config.vocab_size, config.hidden_size, config.intermediate_size, config.num_heads,
+            config.num_kv_heads, config.head_dim, int(decoder.layers[0].gate.activation == "gelu_tanh"),
+            config.norm_eps, config.residual_multiplier, decoder.embedding_multiplier, self._layers,
+            decoder.embedding.data_ptr(), cpp_operands(decoder.output)[0].data_ptr(),
+            decoder.final_norm.weight.data_ptr(),
+        )  # fmt: skip
+
+    def forward(self, token_ids: Tensor, positions: Tensor, paged_pass: PagedPass, logits_idx: Tensor | None) -> Tensor:
+        """token_ids and positions [N] int64, logits_idx [M] int64 (None: all rows) -> [M, V]"""
+        num_rows = len(token_ids)
+        if not isinstance(paged_pass, CppPass) or (self.most_rows is not None and num_rows > self.most_rows):
+            return self.decoder(token_ids, positions, paged_pass, logits_idx)
+        config, batch = self.config, paged_pass.batch
+        for layer, pool in zip(self._layers, paged_pass.kv_layers, strict=True):
+            layer.pool = pool.data_ptr()
+        call = make_pass(
+            num_rows, batch.slot_mapping, batch.page_table, batch.cu_query_lens, batch.context_lens, batch.block_size,
+            config.num_heads, config.num_kv_heads, config.head_dim, config.scaling, config.softcap,
+        )  # fmt: skip
+        num_logits = num_rows if logits_idx is None else len(logits_idx)
+        logits = torch.empty(num_logits, config.vocab_size, dtype=self.decoder.embedding.dtype)
+        self._function(
+            ctypes.addressof(self._struct), ctypes.addressof(call), token_ids.data_ptr(), positions.data_ptr(),
+            None if logits_idx is None else logits_idx.data_ptr(), num_logits, logits.data_ptr(),
+        )  # fmt: skip
+        return self.decoder.finished(logits)
+
+
+def cpp_operands(linear: nn.Module) -> tuple[Tensor, Tensor | None] | None:
+    """A linear layer's packed weight and bias, if our C++ kernel runs it."""
+    if isinstance(linear, RowExactLinear) and isinstance(linear.kernel, CppKernel) and not linear.scheme.upcast:
+        return linear.kernel.weight, linear.kernel.bias
+    if isinstance(linear, FastLinear) and linear.cpp is not None:
+        return linear.cpp, linear.bias
+    return None
+
+
+def all_parts_are_cpp(decoder: FlatDecoder) -> bool:
+    """Whether CppDecoder can stand for it."""
+    linears = [decoder.output]
+    for layer in decoder.layers:
+        linears += (layer.qkv, layer.o, layer.gate_up, layer.down)
+        if not isinstance(layer.gate, CppGate):
+            return False
+    return all(cpp_operands(linear) is not None for linear in linears)
