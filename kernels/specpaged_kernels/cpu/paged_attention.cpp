@@ -1,9 +1,9 @@
 // Stores a pass's keys and values in their pages, then attends to the pages where they lie.
 //
 // A program takes the rows of one sequence and one KV head, a row being a query token and one of the heads that share
-// the KV head. It walks over the keys CHUNK absolute positions at a time:
+// the KV head. It walks over the keys CHUNK absolute positions at a time (64, or 32 where keys are long):
 //
-//     keys of the chunk, transposed   [D, CHUNK]      in cache, shared by all rows
+//     keys of the chunk, transposed   [D, SLICE] ...  in cache, shared by all rows
 //     scores of a row                 [CHUNK]         sums over D in order, one lane per key
 //     running maximum, sum, output    as in online softmax, in order of position
 //
@@ -22,7 +22,8 @@
 
 namespace {
 
-constexpr int CHUNK = 32;          // keys; a row's sums are merged once per chunk
+constexpr int SLICE = 32;          // keys whose scores of two rows fit into registers
+constexpr int LONG_HEAD = 64;      // up to this head_dim a chunk is of two slices, else of one
 constexpr int MAX_TILE_ROWS = 64;  // rows that share a transposed chunk
 
 #if __has_builtin(__builtin_shufflevector)
@@ -56,7 +57,7 @@ inline void transpose(Floats (&r)[LANES]) {
 }
 #endif
 
-// keys[i] [D], i < count <= CHUNK -> transposed [D, CHUNK], zeros behind count.
+// keys[i] [D], i < count <= SLICE -> transposed [D, SLICE], zeros behind count.
 template <typename T>
 void transpose_keys(const T* const* keys, int count, int head_dim, float* transposed) {
     int whole = count / LANES * LANES, d = 0;
@@ -65,11 +66,11 @@ void transpose_keys(const T* const* keys, int count, int head_dim, float* transp
             Floats block[LANES];
             for (int j = 0; j < LANES; ++j) block[j] = load(keys[i + j] + d);
             transpose(block);
-            for (int j = 0; j < LANES; ++j) store(transposed + (d + j) * CHUNK + i, block[j]);
+            for (int j = 0; j < LANES; ++j) store(transposed + (d + j) * SLICE + i, block[j]);
         }
     for (int e = 0; e < head_dim; ++e) {
-        for (int i = e < d ? whole : 0; i < count; ++i) transposed[e * CHUNK + i] = to_float(keys[i][e]);
-        for (int i = count; i < CHUNK; ++i) transposed[e * CHUNK + i] = 0.0f;
+        for (int i = e < d ? whole : 0; i < count; ++i) transposed[e * SLICE + i] = to_float(keys[i][e]);
+        for (int i = count; i < SLICE; ++i) transposed[e * SLICE + i] = 0.0f;
     }
 }
 
@@ -79,33 +80,38 @@ struct Row {
     float max, sum;
     int first, last;      // positions that it reads
     int from, to;         // of the current chunk: keys from .. to - 1
-    float weights[CHUNK];
+    float weights[2 * SLICE];
 };
 
 template <int ROWS>
-void form_scores(Row* const (&rows)[ROWS], const float* keys, int head_dim) {
-    Floats total[ROWS][CHUNK / LANES] = {};
+void form_scores(Row* const (&rows)[ROWS], const float* keys, int head_dim, int slice) {
+    Floats total[ROWS][SLICE / LANES] = {};
     for (int d = 0; d < head_dim; ++d) {
-        Floats key[CHUNK / LANES];
-        for (int c = 0; c < CHUNK / LANES; ++c) key[c] = load(keys + d * CHUNK + c * LANES);
+        Floats key[SLICE / LANES];
+        for (int c = 0; c < SLICE / LANES; ++c) key[c] = load(keys + d * SLICE + c * LANES);
         for (int r = 0; r < ROWS; ++r) {
             Floats query = splat(rows[r]->query[d]);
-            for (int c = 0; c < CHUNK / LANES; ++c) total[r][c] = fma(query, key[c], total[r][c]);
+            for (int c = 0; c < SLICE / LANES; ++c) total[r][c] = fma(query, key[c], total[r][c]);
         }
     }
     for (int r = 0; r < ROWS; ++r)
-        for (int c = 0; c < CHUNK / LANES; ++c) store(rows[r]->weights + c * LANES, total[r][c]);
+        for (int c = 0; c < SLICE / LANES; ++c) store(rows[r]->weights + slice * SLICE + c * LANES, total[r][c]);
 }
 
 // Scores become weights e^(score - max), and the sums so far are rescaled to the new maximum.
+template <int SLICES>
 void update_softmax(Row& row, float scaling, float softcap, int head_dim) {
+    constexpr int CHUNK = SLICES * SLICE;
     const Floats hidden = splat(-INFINITY), lanes = {0, 1, 2, 3, 4, 5, 6, 7};
+    const bool reads_all = row.from == 0 && row.to == CHUNK;
     Floats scores[CHUNK / LANES], largest = hidden;
     for (int c = 0; c < CHUNK / LANES; ++c) {
         Floats x = load(row.weights + c * LANES) * splat(scaling);
         if (softcap > 0) x = tanh(x / splat(softcap)) * splat(softcap);
-        Floats key = lanes + splat(float(c * LANES));
-        x = (key < splat(float(row.from))) | (key >= splat(float(row.to))) ? hidden : x;
+        if (!reads_all) {
+            Floats key = lanes + splat(float(c * LANES));
+            x = (key < splat(float(row.from))) | (key >= splat(float(row.to))) ? hidden : x;
+        }
         scores[c] = x;
         largest = x > largest ? x : largest;
     }
@@ -174,9 +180,10 @@ struct Scratch {
     std::vector<Row> rows;
 };
 
-template <typename T>
+template <int SLICES, typename T>
 void attend_tile(const Pass& pass, const Tile& tile, int kv_head, const T* query, int64_t query_row, int64_t query_head,
                  const T* pool, T* output) {
+    constexpr int CHUNK = SLICES * SLICE;
     static thread_local Scratch scratch;
     const int head_dim = pass.head_dim, group = pass.num_heads / pass.num_kv_heads;
     const int num_rows = (tile.last - tile.first) * group;
@@ -206,14 +213,18 @@ void attend_tile(const Pass& pass, const Tile& tile, int kv_head, const T* query
     for (int start = nearest / CHUNK * CHUNK; start <= farthest; start += CHUNK) {
         const int count = std::min(CHUNK, farthest - start + 1);
         const T *keys[CHUNK], *values[CHUNK];
+        int block = start / pass.block_size, offset = start % pass.block_size;
         for (int i = 0; i < count; ++i) {
-            const int position = start + i;
-            const int64_t slot =
-                int64_t(table[position / pass.block_size]) * pass.block_size + position % pass.block_size;
-            keys[i] = pool + slot * 2 * kv_stride + int64_t(kv_head) * head_dim;
+            keys[i] = pool + (int64_t(table[block]) * pass.block_size + offset) * 2 * kv_stride + kv_head * head_dim;
             values[i] = keys[i] + kv_stride;
+            if (++offset == pass.block_size) {
+                offset = 0;
+                ++block;
+            }
         }
-        transpose_keys(keys, count, head_dim, scratch.keys.data());
+        for (int slice = 0; slice * SLICE < count; ++slice)
+            transpose_keys(keys + slice * SLICE, std::min(SLICE, count - slice * SLICE), head_dim,
+                           scratch.keys.data() + slice * SLICE * head_dim);
         auto reads = [&](int r) {
             return r < num_rows && scratch.rows[r].last >= start && scratch.rows[r].first < start + CHUNK;
         };
@@ -224,16 +235,18 @@ void attend_tile(const Pass& pass, const Tile& tile, int kv_head, const T* query
             }
             Row* pair[2] = {&scratch.rows[r], &scratch.rows[r]};
             const int taken = reads(r + 1) ? 2 : 1;
-            if (taken == 2) {
-                pair[1] = &scratch.rows[r + 1];
-                form_scores<2>(pair, scratch.keys.data(), head_dim);
-            } else {
-                form_scores<1>({pair[0]}, scratch.keys.data(), head_dim);
+            if (taken == 2) pair[1] = &scratch.rows[r + 1];
+            for (int slice = 0; slice * SLICE < count; ++slice) {
+                const float* slice_keys = scratch.keys.data() + slice * SLICE * head_dim;
+                if (taken == 2)
+                    form_scores<2>(pair, slice_keys, head_dim, slice);
+                else
+                    form_scores<1>({pair[0]}, slice_keys, head_dim, slice);
             }
             for (int i = 0; i < taken; ++i) {
                 pair[i]->from = std::max(0, pair[i]->first - start);
                 pair[i]->to = std::min(CHUNK, pair[i]->last - start + 1);
-                update_softmax(*pair[i], pass.scaling, pass.softcap, head_dim);
+                update_softmax<SLICES>(*pair[i], pass.scaling, pass.softcap, head_dim);
             }
             // Each row adds the keys that it reads, in order; those that both read, together.
             const int from = std::max(pair[0]->from, pair[1]->from);
@@ -282,8 +295,9 @@ void attend(const Pass& pass, const T* query, int64_t query_row, int64_t query_h
     const int num_programs = int(tiles.size()) * pass.num_kv_heads;
 #pragma omp parallel for schedule(dynamic) num_threads(pass.num_threads) if (pass.num_threads > 1)
     for (int program = 0; program < num_programs; ++program)
-        attend_tile(pass, tiles[program / pass.num_kv_heads], program % pass.num_kv_heads, query, query_row, query_head,
-                    pool, output);
+        (head_dim <= LONG_HEAD ? attend_tile<2, T> : attend_tile<1, T>)(
+            pass, tiles[program / pass.num_kv_heads], program % pass.num_kv_heads, query, query_row, query_head, pool,
+            output);
     const int64_t row_size = int64_t(pass.num_heads) * head_dim;
     std::memset(output + pass.num_tokens * row_size, 0, (pass.num_rows - pass.num_tokens) * row_size * sizeof(T));
 }
