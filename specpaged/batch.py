@@ -77,18 +77,27 @@ def pack(rows: Sequence[RaggedRow], block_size: int, device: torch.device | str 
         cu_query_lens.append(len(token_ids))
         logits_idx.extend(range(len(token_ids) - row.num_logits, len(token_ids)))
     width = max(-(-(row.context_len + len(row.token_ids)) // block_size) for row in rows)
-    # A page table may be longer than what this pass reads: blocks reserved for drafts to come.
-    page_table = [list(row.blocks[:width]) + [0] * (width - len(row.blocks[:width])) for row in rows]
-    ints = torch.tensor([token_ids, positions, slots], dtype=torch.int64).to(device)
+    page_table: list[int] = []
+    for row in rows:
+        # It may be longer than what this pass reads: blocks reserved for drafts to come.
+        blocks = row.blocks[:width]
+        page_table.extend(blocks)
+        page_table.extend([0] * (width - len(blocks)))
     context_lens = tuple(row.context_len for row in rows)
+    num_tokens, num_seqs = len(token_ids), len(rows)
+    # Two uploads in all.
+    wide = torch.tensor([*token_ids, *positions, *slots, *logits_idx]).to(device)
+    narrow = torch.tensor([*page_table, *cu_query_lens, *context_lens], dtype=torch.int32).to(device)
+    table, bounds, contexts = narrow.split([num_seqs * width, num_seqs + 1, num_seqs])
+    ids, places, targets, wanted = wide.split([num_tokens] * 3 + [len(logits_idx)])
     return RaggedBatch(
-        token_ids=ints[0],
-        positions=ints[1],
-        slot_mapping=ints[2],
-        page_table=torch.tensor(page_table, dtype=torch.int32, device=device),
-        cu_query_lens=torch.tensor(cu_query_lens, dtype=torch.int32, device=device),
-        context_lens=torch.tensor(context_lens, dtype=torch.int32, device=device),
-        logits_idx=torch.tensor(logits_idx, dtype=torch.int64, device=device),
+        token_ids=ids,
+        positions=places,
+        slot_mapping=targets,
+        page_table=table.view(num_seqs, width),
+        cu_query_lens=bounds,
+        context_lens=contexts,
+        logits_idx=wanted,
         query_lens=tuple(len(row.token_ids) for row in rows),
         context_lens_host=context_lens,
         num_logits=tuple(row.num_logits for row in rows),

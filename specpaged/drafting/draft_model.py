@@ -9,6 +9,7 @@ from torch import Tensor
 
 from specpaged.batch import RaggedRow, pack
 from specpaged.drafting.base import DraftOutput, DraftRow
+from specpaged.drafting.draft_steps import DraftSteps
 from specpaged.modeling.model_runner import ModelRunner
 from specpaged.sampling.batch import SamplingBatch
 
@@ -31,37 +32,31 @@ class DraftModelDrafter:
 
     def propose(self, rows: Sequence[DraftRow], sampling: SamplingBatch, num_requests: int) -> DraftOutput:
         """See Drafter.propose."""
-        drafts: list[list[int]] = [[] for _ in range(num_requests)]
-        probs: list[list[Tensor]] = [[] for _ in range(num_requests)]
         pending = [RaggedRow(row.token_ids, row.context_len, row.blocks, int(row.num_draft_tokens > 0)) for row in rows]
         logits = self._catch_up(pending)
-        active = [row for row in rows if row.num_draft_tokens > 0]
-        step = 0
-        while active:
-            request_idx = [row.request_idx for row in active]
-            seen = [step] * len(active)
+        drafting = [row for row in rows if row.num_draft_tokens > 0]
+        drafts: list[list[int]] = [[] for _ in range(num_requests)]
+        if not drafting:
+            return DraftOutput(drafts, [None] * num_requests)
+        steps = DraftSteps(drafting, self.runner.kv_cache.block_size, self.runner.model.device)
+        sampling.draw_noise(steps.request_idx[0], len(steps))
+        probs: list[list[Tensor]] = [[] for _ in range(num_requests)]
+        sampled: list[Tensor] = []
+        for step, request_idx in enumerate(steps.request_idx):
+            if step > 0:
+                logits = self.runner.forward(steps.batch(step, sampled[-1]))[:, : self.vocab_size]
+            seen = [step] * len(request_idx)
+            if sampling.needs_processing and step > 0:  # which looks at the drafts so far
+                steps.distribute(sampled[-1:], drafts, step - 1)
             processed = sampling.process(logits, request_idx, seen, drafts)
-            token_ids = sampling.sample(processed, request_idx, seen)[0].tolist()
+            sampled.append(sampling.sample(processed, request_idx, seen)[0])
             if self.with_probs:
                 for i, row_probs in zip(request_idx, sampling.probs(processed).unbind(), strict=True):
                     probs[i].append(row_probs)
-            for i, token_id in zip(request_idx, token_ids, strict=True):
-                drafts[i].append(token_id)
-            step += 1
-            survivors = [row for row in active if row.num_draft_tokens > step]
-            if survivors:
-                # d_step sits behind the known tokens and the step - 1 drafts before it.
-                next_rows = [
-                    RaggedRow(
-                        (drafts[row.request_idx][-1],),
-                        row.context_len + len(row.token_ids) + step - 1,
-                        row.blocks,
-                        1,
-                    )
-                    for row in survivors
-                ]
-                logits = self._forward(next_rows)
-            active = survivors
+        if sampling.needs_processing:
+            steps.distribute(sampled[-1:], drafts, len(steps) - 1)
+        else:
+            steps.distribute(sampled, drafts)
         return DraftOutput(drafts, [torch.stack(p) if p else None for p in probs])
 
     def _forward(self, rows: Sequence[RaggedRow]) -> Tensor:

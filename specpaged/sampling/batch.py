@@ -70,6 +70,11 @@ class SamplingBatch:
         values, token_ids = processed.max(dim=-1)
         return token_ids, values > float("-inf")
 
+    def draw_noise(self, request_idx: Sequence[int], num_rows: int) -> None:
+        """Make the noise of the next `num_rows` output indices of these requests, all at once."""
+        keys = [(i, self.output_idx(i, seen)) for i in request_idx for seen in range(num_rows)]
+        self._draw([(i, t) for i, t in keys if not self.requests[i].params.greedy])
+
     def probs(self, processed: Tensor) -> Tensor:
         """[M, V] fp32: the distribution that `sample` draws from (temperature 0 aside)."""
         return softmax_fp32(processed)
@@ -92,11 +97,7 @@ class SamplingBatch:
                 keys.append((i, self.output_idx(i, seen)))
         if not rows:
             return processed
-        missing = [key for key in dict.fromkeys(keys) if key not in self._noise]
-        if missing:
-            seeds = [self.requests[i].seed for i, _ in missing]
-            noise = gumbel_noise(seeds, [t for _, t in missing], self.vocab_size, processed.device)
-            self._noise.update(zip(missing, noise.unbind(), strict=True))
+        self._draw(keys)
         noise = torch.stack([self._noise[key] for key in keys])
         if len(rows) == processed.shape[0]:
             return noise.add_(processed)
@@ -104,3 +105,10 @@ class SamplingBatch:
         idx = torch.tensor(rows, device=processed.device)
         noisy[idx] += noise
         return noisy
+
+    def _draw(self, keys: Sequence[tuple[int, int]]) -> None:
+        missing = [key for key in dict.fromkeys(keys) if key not in self._noise]
+        if missing:
+            seeds = [self.requests[i].seed for i, _ in missing]
+            noise = gumbel_noise(seeds, [t for _, t in missing], self.vocab_size, self.device)
+            self._noise.update(zip(missing, noise.unbind(), strict=True))

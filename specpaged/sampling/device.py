@@ -21,3 +21,6 @@ class KernelSamplingBatch(SamplingBatch):
     ) -> tuple[Tensor, Tensor]:
         """See SamplingBatch.sample."""
         return sample(processed, self.noise_keys(request_idx, num_drafts_seen))
+
+    def draw_noise(self, request_idx: Sequence[int], num_rows: int) -> None:
+        """Nothing: the kernel makes it."""

@@ -1,0 +1,93 @@
+"""The one-token passes of a proposal, laid out ahead: what they need of the host goes up once, before the first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from specpaged.batch import RaggedBatch
+from specpaged.drafting.base import DraftRow
+
+
+class DraftSteps:
+    """Step s samples draft s + 1 of every row that asks for as many; from step 1 on its pass runs the draft before.
+
+    Rows A, B, C with 8, 3 and 5 known tokens ask for 3, 1 and 2 drafts:
+
+        step        0       1      2
+        rows      A B C    A C     A
+        position           8 5     9       of the draft that runs
+    """
+
+    def __init__(self, rows: Sequence[DraftRow], block_size: int, device: torch.device | str):
+        self.block_size = block_size
+        num_steps = max(row.num_draft_tokens for row in rows)
+        members = [[row for row in rows if row.num_draft_tokens > step] for step in range(num_steps)]
+        self.request_idx = [[row.request_idx for row in step] for step in members]
+        # Rows of a step that go on, by their place in it; None: all of them.
+        self._kept = [
+            None if len(after) == len(before) else [i for i, row in enumerate(before) if row.num_draft_tokens > step]
+            for step, (before, after) in enumerate(pairwise(members), 1)
+        ]
+        self._contexts = [
+            tuple(row.context_len + len(row.token_ids) + step for row in rows_of_step)
+            for step, rows_of_step in enumerate(members[1:])
+        ]
+        if num_steps == 1:
+            return
+        counts = [len(rows_of_step) for rows_of_step in members[1:]]
+        positions = [position for step in self._contexts for position in step]
+        slots = [
+            row.blocks[position // block_size] * block_size + position % block_size
+            for rows_of_step, contexts in zip(members[1:], self._contexts, strict=True)
+            for row, position in zip(rows_of_step, contexts, strict=True)
+        ]
+        kept = [i for part in self._kept if part is not None for i in part]
+        width = -(-(max(positions) + 1) // block_size)
+        first = members[1]
+        table = [[*row.blocks[:width], *[0] * (width - len(row.blocks))] for row in first]
+        wide = torch.tensor([*positions, *slots, *range(len(first)), *kept]).to(device)
+        narrow = torch.tensor(
+            [*(block for blocks in table for block in blocks), *positions, *range(len(first) + 1)], dtype=torch.int32
+        ).to(device)
+        total = len(positions)
+        places, targets, self._rows, kept_idx = wide.split([total, total, len(first), len(kept)])
+        table_idx, contexts, self._bounds = narrow.split([len(first) * width, total, len(first) + 1])
+        self._positions, self._slots, self._context_lens = (x.split(counts) for x in (places, targets, contexts))
+        self._kept_idx = iter(kept_idx.split([len(part) for part in self._kept if part is not None]))
+        self._page_table = table_idx.view(len(first), width)
+
+    def __len__(self) -> int:
+        return len(self.request_idx)
+
+    def batch(self, step: int, token_ids: Tensor) -> RaggedBatch:
+        """The pass of step 1, 2, ..., to be asked for in turn; token_ids [n] are what the step before has sampled."""
+        if self._kept[step - 1] is not None:
+            kept = next(self._kept_idx)
+            token_ids = token_ids.index_select(0, kept)
+            if step > 1:
+                self._page_table = self._page_table.index_select(0, kept)
+        num_seqs = len(self.request_idx[step])
+        return RaggedBatch(
+            token_ids=token_ids,
+            positions=self._positions[step - 1],
+            slot_mapping=self._slots[step - 1],
+            page_table=self._page_table,
+            cu_query_lens=self._bounds[: num_seqs + 1],
+            context_lens=self._context_lens[step - 1],
+            logits_idx=self._rows[:num_seqs],
+            query_lens=(1,) * num_seqs,
+            context_lens_host=self._contexts[step - 1],
+            num_logits=(1,) * num_seqs,
+            block_size=self.block_size,
+        )
+
+    def distribute(self, sampled: Sequence[Tensor], drafts: Sequence[list[int]], first_step: int = 0) -> None:
+        """Append what some steps from first_step on sampled to each request's draft: one transfer for all of them."""
+        token_ids = iter((sampled[0] if len(sampled) == 1 else torch.cat(list(sampled))).tolist())
+        for request_idx in self.request_idx[first_step : first_step + len(sampled)]:
+            for i in request_idx:
+                drafts[i].append(next(token_ids))
