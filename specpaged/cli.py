@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from specpaged.config import ATTENTION_BACKENDS, DTYPES, NUMERICS
+from specpaged.config import ATTENTION_BACKENDS, DTYPES, MODEL_IMPLS, NUMERICS
 from specpaged.prompts import PromptRecord
 
 if TYPE_CHECKING:  # torch and transformers take seconds to import: --help does without
@@ -41,6 +41,7 @@ Seed = Annotated[int | None, typer.Option(min=0, help="Seed of sampled output; p
 DType = Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")]
 Numerics = Annotated[str, typer.Option(help=f"One of {', '.join(NUMERICS)}.")]
 AttentionBackend = Annotated[str, typer.Option(help=f"One of {', '.join(ATTENTION_BACKENDS)}.")]
+ModelImpl = Annotated[str, typer.Option(help=f"One of {', '.join(MODEL_IMPLS)}.")]
 Device = Annotated[str, typer.Option(help="'cpu' or 'cuda[:index]'.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads of a pass. Default: torch's choice.")]
 Output = Annotated[Path | None, typer.Option(help="Write the completions as JSON lines.")]
@@ -66,6 +67,7 @@ def generate(
     device: Device = "cpu",
     numerics: Numerics = "exact",
     attention_backend: AttentionBackend = "auto",
+    model_impl: ModelImpl = "auto",
     threads: Threads = None,
     trust_remote_code: TrustRemoteCode = False,
     output: Output = None,
@@ -120,6 +122,7 @@ def verify(
     device: Device = "cpu",
     numerics: Numerics = "exact",
     attention_backend: AttentionBackend = "auto",
+    model_impl: ModelImpl = "auto",
     threads: Threads = 1,
     trust_remote_code: TrustRemoteCode = False,
     reference: Annotated[
