@@ -39,7 +39,7 @@ class DraftModelDrafter:
         if not drafting:
             return DraftOutput(drafts, [None] * num_requests)
         steps = DraftSteps(drafting, self.runner.kv_cache.block_size, self.runner.model.device)
-        sampling.draw_noise(steps.request_idx[0], len(steps))
+        sampling.draw_noise(steps.request_idx)
         probs: list[list[Tensor]] = [[] for _ in range(num_requests)]
         sampled: list[Tensor] = []
         for step, request_idx in enumerate(steps.request_idx):

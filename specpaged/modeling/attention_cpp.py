@@ -32,7 +32,6 @@ class CppPass:
     ) -> Tensor:
         """See PagedPass.attend."""
         batch = self.batch
-        query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
         return paged_attention(
             query,
             key,

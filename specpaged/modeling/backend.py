@@ -15,7 +15,7 @@ from specpaged.modeling.attention import PagedPass
 from specpaged.modeling.attention_cpp import CppPass
 from specpaged.modeling.attention_torch import TorchPass
 from specpaged_kernels import limits
-from specpaged_kernels.cpu import paged_attention as cpu_attention
+from specpaged_kernels.cpu import library
 
 if TYPE_CHECKING:
     from specpaged.modeling.loaded_model import LoadedModel
@@ -49,7 +49,7 @@ def choose_backend(
 
         reason = attention_xformers.why_not(device, dtype, geometries, block_size, numerics)
     elif backend == "cpp":
-        reason = f"device {str(device)!r} is no CPU" if device.type != "cpu" else cpu_attention.why_not(dtype)
+        reason = f"device {str(device)!r} is no CPU" if device.type != "cpu" else library.why_not(dtype)
     else:
         reason = limits.why_not(device, dtype, geometries, block_size, vocab_size)
     if reason is None:

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from specpaged_kernels.cpu import library as cpu_library
 from specpaged_kernels.cpu import linear as cpu_linear
 
 # Below this many weights a prepacked call costs more than its faster kernel saves.
@@ -46,7 +47,7 @@ class LinearScheme:
 
 def runs_cpp(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether our C++ kernel is the first choice here: not where oneDNN has bfloat16 units to use."""
-    if device.type != "cpu" or cpu_linear.why_not(dtype) is not None:
+    if device.type != "cpu" or cpu_library.why_not(dtype) is not None:
         return False
     return dtype == torch.float32 or not can_pack(dtype, device)
 
@@ -190,8 +191,8 @@ class RowExactLinear(nn.Module):
 class FastLinear(nn.Module):
     """The quickest kernel for the row count, whatever that does to the last bits.
 
-    With the backend "cpp" ours, except for bfloat16 on a CPU with units for it; else stock for small weights, for a
-    few rows and for many, and packed between.
+    With the backend "cpp" ours for up to CPP_ROWS and stock for more, except for bfloat16 on a CPU with units for it;
+    else stock for small weights, for a few rows and for many, and packed between.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, backend: str = "torch"):

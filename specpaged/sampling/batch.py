@@ -70,10 +70,10 @@ class SamplingBatch:
         values, token_ids = processed.max(dim=-1)
         return token_ids, values > float("-inf")
 
-    def draw_noise(self, request_idx: Sequence[int], num_rows: int) -> None:
-        """Make the noise of the next `num_rows` output indices of these requests, all at once."""
-        keys = [(i, self.output_idx(i, seen)) for i in request_idx for seen in range(num_rows)]
-        self._draw([(i, t) for i, t in keys if not self.requests[i].params.greedy])
+    def draw_noise(self, request_idx: Sequence[Sequence[int]]) -> None:
+        """Make the noise of all drafts at once: request_idx[s] are the requests that draft after s drafts."""
+        rows = [(i, self.output_idx(i, seen)) for seen, step in enumerate(request_idx) for i in step]
+        self._draw([(i, t) for i, t in rows if not self.requests[i].params.greedy])
 
     def probs(self, processed: Tensor) -> Tensor:
         """[M, V] fp32: the distribution that `sample` draws from (temperature 0 aside)."""

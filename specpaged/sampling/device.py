@@ -22,5 +22,5 @@ class KernelSamplingBatch(SamplingBatch):
         """See SamplingBatch.sample."""
         return sample(processed, self.noise_keys(request_idx, num_drafts_seen))
 
-    def draw_noise(self, request_idx: Sequence[int], num_rows: int) -> None:
+    def draw_noise(self, request_idx: Sequence[Sequence[int]]) -> None:
         """Nothing: the kernel makes it."""

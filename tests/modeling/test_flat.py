@@ -9,11 +9,14 @@ import torch
 import transformers
 
 from specpaged import LLM, SamplingParams
+from specpaged.batch import RaggedRow, pack
 from specpaged.modeling.flat import config as flat_families
+from specpaged.modeling.flat import weights
 from specpaged.modeling.flat.cpp_decoder import CppDecoder
 from specpaged.modeling.flat.decoder import FlatDecoder
-from specpaged.modeling.flat.source import halves_apart
+from specpaged.modeling.flat.source import FlatSource, halves_apart
 from specpaged.modeling.flat.weights import Checkpoint, expected_shapes
+from specpaged.modeling.linear import runs_cpp
 from specpaged.modeling.loading import load_model
 from tests.modeling.families import FAMILIES, save_toy, toy_config
 from tests.modeling.world import World, random_tokens
@@ -149,6 +152,64 @@ def test_an_unknown_implementation_is_refused(toy_path):
         LLM(toy_path("qwen3"), model_impl="fast")
 
 
+FOREIGN = {
+    "llama with a window": ("llama", {"sliding_window": 8}),
+    "llama with layer types": ("llama", {"sliding_window": 8, "layer_types": ["sliding_attention"] * 2}),
+    "granite with a window": ("granite", {"sliding_window": 8}),
+    "glm4 with a window": ("glm4", {"sliding_window": 8}),
+    "mistral that says not to": ("mistral", {"use_sliding_window": False}),
+    "phi3 that says not to": ("phi3", {"sliding_window": 8, "use_sliding_window": False}),
+    "llama with layers without RoPE": ("llama", {"no_rope_layers": [0, 1]}),
+    "qwen2 with a window not in use": ("qwen2", {"use_sliding_window": False, "sliding_window": 8}),
+    "gemma3 with soft-capping": ("gemma3", {"attn_logit_softcapping": 2.0}),
+}
+
+
+@pytest.mark.parametrize("case", FOREIGN)
+def test_attributes_that_a_familys_code_does_not_read_mean_nothing(case, tmp_path):
+    """A config may hold any attribute, those of other families too."""
+    name, attributes = FOREIGN[case]
+    path = save_toy(name, tmp_path)
+    file = Path(path) / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **attributes}))
+    reference = transformers.AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
+    tokens = random_tokens(40, 1)
+    with torch.inference_mode():
+        expected = reference(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+    got = World(load_model(path, model_impl="flat")).run(("a", tokens, 40))["a"]
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-4)
+
+
+def test_rope_of_fewer_dimensions_than_the_family_has_is_not_flat(tmp_path):
+    rope = dict(rope_type="linear", rope_theta=10000.0, factor=2.0, partial_rotary_factor=0.5)
+    path = save_toy("llama", tmp_path)
+    file = Path(path) / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "rope_parameters": rope}))
+    with pytest.raises(ValueError, match="its RoPE turns 8 of a head's 16 dimensions"):
+        load_model(path, model_impl="flat")
+
+
+def test_files_that_cannot_be_had_are_a_reason(toy_path, monkeypatch):
+    def fail(*_, **__):
+        raise OSError("no network\nand more")
+
+    monkeypatch.setattr(weights, "snapshot_download", fail)
+    monkeypatch.setattr(weights.Path, "is_dir", lambda self: False)
+    config = transformers.AutoConfig.from_pretrained(toy_path("llama"))
+    got = FlatSource.open("owner/name", config, None, torch.device("cpu"), 64, False)
+    assert got == "its safetensors cannot be had: no network"
+
+
+@pytest.mark.parametrize(("name", "value"), [("token_ids", 10**6), ("token_ids", -1), ("positions", 10**6)])
+def test_an_index_outside_of_its_table_is_an_error(name, value, toy_model):
+    model = toy_model("llama", model_impl="flat", attention_backend="cpp")
+    runner = World(model).runner
+    batch = pack([RaggedRow([5, 6, 7], 0, [1], 3)], 16)
+    batch = dataclasses.replace(batch, **{name: torch.full((3,), value)})
+    with pytest.raises(IndexError, match=f"{name} leads outside"):
+        runner.forward(batch)
+
+
 def test_a_checkpoint_with_more_than_its_config_names_is_not_flat(tmp_path):
     """Tied by its config, but with an output layer of its own."""
     path = save_toy("qwen3", tmp_path, tie_word_embeddings=False)
@@ -180,6 +241,9 @@ def test_weights_are_held_once(toy_path):
 @pytest.mark.parametrize("name", FLAT)
 def test_one_call_computes_what_its_parts_do_bit_for_bit(name, dtype, numerics, toy_model):
     model = toy_model(name, dtype=dtype, numerics=numerics, model_impl="flat", attention_backend="cpp")
+    if not runs_cpp(model.dtype, model.device):
+        assert isinstance(model.decoder, FlatDecoder)  # oneDNN has units for it, and comes first
+        return
     assert isinstance(model.decoder, CppDecoder)
     assert model.row_multiple == 1 or model.decoder.decoder.final_softcap is not None
     by_parts = dataclasses.replace(model, decoder=model.decoder.decoder)

@@ -25,7 +25,12 @@ def cache_folder() -> Path:
     """Where built libraries are kept."""
     if CACHE in os.environ:
         return Path(os.environ[CACHE])
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specpaged"
+    if os.environ.get("XDG_CACHE_HOME"):
+        return Path(os.environ["XDG_CACHE_HOME"]) / "specpaged"
+    try:
+        return Path.home() / ".cache" / "specpaged"
+    except RuntimeError:  # a user without a home
+        return Path(tempfile.mkdtemp(prefix="specpaged-"))
 
 
 def compiler() -> str:
@@ -58,7 +63,7 @@ def load(source: Path) -> ctypes.CDLL:
     texts = [path.read_text() for pattern in ("*.h", "*.cpp") for path in sorted(source.parent.glob(pattern))]
     key = hashlib.sha256("\0".join([source.name, *texts, *FLAGS, version, _cpu()]).encode()).hexdigest()
     library = cache_folder() / f"{source.stem}-{key[:16]}.so"
-    if not library.is_file():
+    if not os.path.isfile(library):
         library = _build(cxx, source, library)
     try:
         return ctypes.CDLL(str(library))

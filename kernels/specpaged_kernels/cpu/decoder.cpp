@@ -2,6 +2,7 @@
 //
 // What a pass costs beyond its matrix products and its attention is the calls between them; here there is one.
 
+#include <algorithm>
 #include <vector>
 
 #include "linear.cpp"
@@ -18,11 +19,10 @@ struct Layer {
     const float *cosine, *sine;  // [positions, rope_half], or null: no RoPE
     int64_t rope_half;
     int64_t window;              // 0: none
-    void* pool;                  // [P * S, 2, Hkv, D]
 };
 
 struct Decoder {
-    int64_t num_layers, vocab_size, hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim;
+    int64_t num_layers, num_positions, vocab_size, hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim;
     int64_t gelu;                // 1: GELU by tanh, 0: SiLU
     float eps, residual_multiplier, embedding_multiplier;
     const Layer* layers;
@@ -38,16 +38,22 @@ std::vector<T> gather(const std::vector<T>& rows, const int64_t* idx, int64_t co
     return taken;
 }
 
+inline bool all_below(const int64_t* values, int64_t count, int64_t end) {
+    return std::all_of(values, values + count, [end](int64_t value) { return value >= 0 && value < end; });
+}
+
+// pools: by layer [P * S, 2, Hkv, D].
 template <typename T>
-void forward(const Decoder& decoder, Pass pass, const int64_t* token_ids, const int64_t* positions,
-             const int64_t* logits_idx, int64_t num_logits, T* logits) {
+void forward(const Decoder& decoder, Pass pass, void* const* pools, const int64_t* token_ids,
+             const int64_t* positions, const int64_t* logits_idx, int64_t num_logits, T* logits) {
     const int64_t hidden = decoder.hidden_size, inner = decoder.intermediate_size, head_dim = decoder.head_dim;
     const int64_t q_size = decoder.num_heads * head_dim, qkv_size = q_size + 2 * decoder.num_kv_heads * head_dim;
     const int threads = pass.num_threads;
     int64_t num_rows = pass.num_rows;
-    std::vector<T> x(size_t(num_rows * hidden)), normed(x.size()), added(x.size());
+    const int64_t most_rows = std::max(num_rows, num_logits);
+    std::vector<T> x(size_t(num_rows * hidden)), normed(size_t(most_rows * hidden)), added(normed.size());
     std::vector<T> qkv(size_t(num_rows * qkv_size)), attended(size_t(num_rows * q_size));
-    std::vector<T> gates(size_t(num_rows * 2 * inner)), through(size_t(num_rows * inner));
+    std::vector<T> gates(size_t(most_rows * 2 * inner)), through(size_t(most_rows * inner));
     std::vector<float> cosine, sine;
 
     const auto apply = [&](const std::vector<T>& from, const void* weight, const void* bias, int64_t in, int64_t out,
@@ -85,8 +91,8 @@ void forward(const Decoder& decoder, Pass pass, const int64_t* token_ids, const 
         const T* key = qkv.data() + q_size;
         const T* value = key + decoder.num_kv_heads * head_dim;
         pass.window = int(layer.window);
-        attend(pass, qkv.data(), qkv_size, head_dim, key, qkv_size, head_dim, value, qkv_size, head_dim, (T*)layer.pool,
-               attended.data());
+        attend(pass, qkv.data(), qkv_size, head_dim, key, qkv_size, head_dim, value, qkv_size, head_dim,
+               (T*)pools[layer_idx], attended.data());
         if (layer_idx + 1 == decoder.num_layers && num_logits == 0) return;
         if (layer_idx + 1 == decoder.num_layers && logits_idx) {  // from here on, no row is another one's concern
             x = gather(x, logits_idx, num_logits, hidden);
@@ -111,11 +117,16 @@ void forward(const Decoder& decoder, Pass pass, const int64_t* token_ids, const 
 }  // namespace
 
 // token_ids and positions [num_rows]; logits_idx [num_logits], or null where that is all rows; logits [num_logits, V].
+// Returns 0, or which index leads outside of its table: 1 a token id, 2 a position, 3 an entry of logits_idx.
 #undef DEFINE
-#define DEFINE(NAME, TYPE)                                                                                         \
-    extern "C" void NAME(const Decoder* decoder, const Pass* pass, const int64_t* token_ids,                       \
-                         const int64_t* positions, const int64_t* logits_idx, int64_t num_logits, void* logits) { \
-        forward(*decoder, *pass, token_ids, positions, logits_idx, num_logits, (TYPE*)logits);                     \
+#define DEFINE(NAME, TYPE)                                                                                          \
+    extern "C" int NAME(const Decoder* decoder, const Pass* pass, void* const* pools, const int64_t* token_ids,     \
+                        const int64_t* positions, const int64_t* logits_idx, int64_t num_logits, void* logits) {    \
+        if (!all_below(token_ids, pass->num_rows, decoder->vocab_size)) return 1;                           \
+        if (!all_below(positions, pass->num_rows, decoder->num_positions)) return 2;                        \
+        if (logits_idx && !all_below(logits_idx, num_logits, pass->num_rows)) return 3;                     \
+        forward(*decoder, *pass, pools, token_ids, positions, logits_idx, num_logits, (TYPE*)logits);               \
+        return 0;                                                                                                   \
     }
 
 DEFINE(decoder_float32, float)

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from pathlib import Path
 
-import torch
-
-from specpaged_kernels.cpu.build import load
-from specpaged_kernels.cpu.paged_attention import DTYPES
+from specpaged_kernels.cpu.library import INT, POINTER, SIZE
+from specpaged_kernels.cpu.library import functions as library_functions
 
 LAYER_POINTERS = (
     "qkv", "qkv_bias", "o", "o_bias", "gate_up", "gate_up_bias", "down", "down_bias",
@@ -24,7 +21,6 @@ class Layer(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in LAYER_POINTERS),
         ("rope_half", ctypes.c_int64),
         ("window", ctypes.c_int64),
-        ("pool", ctypes.c_void_p),
     ]
 
 
@@ -33,8 +29,8 @@ class Decoder(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in (
-            "num_layers", "vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim",
-            "gelu",
+            "num_layers", "num_positions", "vocab_size", "hidden_size", "intermediate_size", "num_heads",
+            "num_kv_heads", "head_dim", "gelu",
         )),
         ("eps", ctypes.c_float),
         ("residual_multiplier", ctypes.c_float),
@@ -46,11 +42,10 @@ class Decoder(ctypes.Structure):
     ]  # fmt: skip
 
 
+OUTSIDE = {1: "token_ids", 2: "positions", 3: "logits_idx"}  # what a result other than 0 says
+
+
 @functools.cache
-def function(dtype: torch.dtype) -> ctypes._CFuncPtr:
-    """decoder_float32 or decoder_bfloat16 of the C++ file. Raises BuildError."""
-    found = getattr(load(Path(__file__).with_suffix(".cpp")), f"decoder_{DTYPES[dtype]}")
-    pointer = ctypes.c_void_p
-    found.argtypes = [pointer, pointer, pointer, pointer, pointer, ctypes.c_int64, pointer]
-    found.restype = None
-    return found
+def functions() -> dict:
+    """The kernel in each dtype. Raises BuildError."""
+    return library_functions("decoder", [POINTER] * 6 + [SIZE, POINTER], INT)

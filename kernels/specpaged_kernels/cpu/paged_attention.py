@@ -5,14 +5,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from specpaged_kernels.cpu.build import BuildError, load
-
-DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+from specpaged_kernels.cpu.library import POINTER, SIZE, functions
 
 
 class Pass(ctypes.Structure):
@@ -31,28 +28,9 @@ class Pass(ctypes.Structure):
     ]  # fmt: skip
 
 
-def why_not(dtype: torch.dtype) -> str | None:
-    """Why it cannot run here; None if it can."""
-    if dtype not in DTYPES:
-        return f"{dtype} is not one of {', '.join(map(str, DTYPES))}"
-    try:
-        _functions()
-    except BuildError as error:
-        return str(error)
-    return None
-
-
 @functools.cache
-def _functions() -> dict[torch.dtype, ctypes._CFuncPtr]:
-    library = load(Path(__file__).with_suffix(".cpp"))
-    functions = {}
-    rows = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
-    for dtype, name in DTYPES.items():
-        function = getattr(library, f"paged_attention_{name}")
-        function.argtypes = [ctypes.c_void_p, *rows * 3, ctypes.c_void_p, ctypes.c_void_p]
-        function.restype = None
-        functions[dtype] = function
-    return functions
+def _functions() -> dict:
+    return functions("paged_attention", [POINTER, *[POINTER, SIZE, SIZE] * 3, POINTER, POINTER])
 
 
 def make_pass(
@@ -96,8 +74,14 @@ def paged_attention(
     sinks: Tensor | None = None,  # [Hq] float32
     output: Tensor | None = None,  # [N, Hq, D] dtype, contiguous, written as a whole
 ) -> Tensor:  # [N, Hq, D] dtype, zeros in filler rows
-    """`store_kv_ref`, then `paged_attention_ref`. D is contiguous everywhere, and the pool is as a whole."""
+    """`store_kv_ref`, then `paged_attention_ref`. The pool is contiguous."""
     num_rows, num_heads, head_dim = query.shape
+    for name, tensor, heads in (("key", key, kv_pool.shape[2]), ("value", value, kv_pool.shape[2])):
+        if tensor.shape != (num_rows, heads, head_dim) or tensor.dtype != query.dtype:
+            raise ValueError(f"{name} {list(tensor.shape)} {tensor.dtype} does not fit the query and the pool")
+    if kv_pool.dtype != query.dtype or kv_pool.shape[3] != head_dim or num_heads % kv_pool.shape[2]:
+        raise ValueError(f"query {list(query.shape)} {query.dtype} does not fit the pool's {list(kv_pool.shape)}")
+    query, key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (query, key, value))
     output = torch.empty(query.shape, dtype=query.dtype) if output is None else output
     call = make_pass(
         num_rows, slot_mapping, page_table, cu_query_lens, context_lens, block_size, num_heads, key.shape[1], head_dim,

@@ -2,46 +2,32 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specpaged_kernels.cpu.build import BuildError, load
+from specpaged_kernels.cpu.library import FLOAT, POINTER, SIZE, functions
 
-DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 ACTIVATIONS = ("silu", "gelu_tanh")
 
-
-def why_not(dtype: torch.dtype) -> str | None:
-    """Why they cannot run here; None if they can."""
-    if dtype not in DTYPES:
-        return f"{dtype} is not one of {', '.join(map(str, DTYPES))}"
-    try:
-        _function("rms_norm", dtype)
-    except BuildError as error:
-        return str(error)
-    return None
-
-
-_pointer, _size, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _ARGUMENTS = {
-    "rms_norm": [_pointer, _size, _pointer, _float, _pointer, _float, _size, _size, _pointer],
-    "norm_and_rotate": [_pointer, _size, _pointer, _float, _pointer, _pointer, _size, _size, _size, _size],
-    "silu_gate": [_pointer, _size, _size, _pointer],
-    "gelu_tanh_gate": [_pointer, _size, _size, _pointer],
+    "rms_norm": [POINTER, SIZE, POINTER, FLOAT, POINTER, FLOAT, SIZE, SIZE, POINTER],
+    "norm_and_rotate": [POINTER, SIZE, POINTER, FLOAT, POINTER, POINTER, SIZE, SIZE, SIZE, SIZE],
+    "silu_gate": [POINTER, SIZE, SIZE, POINTER],
+    "gelu_tanh_gate": [POINTER, SIZE, SIZE, POINTER],
 }
 
 
 @functools.cache
-def _function(name: str, dtype: torch.dtype) -> ctypes._CFuncPtr:
-    function = getattr(load(Path(__file__).with_suffix(".cpp")), f"{name}_{DTYPES[dtype]}")
-    function.argtypes = _ARGUMENTS[name]
-    function.restype = None
-    return function
+def _functions(name: str) -> dict:
+    return functions(name, _ARGUMENTS[name])
+
+
+def _check(name: str, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if tensor is not None and (tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous()):
+        raise ValueError(f"{name} is {list(tensor.shape)} {tensor.dtype}; allowed: {list(shape)} {dtype}, contiguous")
 
 
 def rms_norm(
@@ -53,8 +39,12 @@ def rms_norm(
 ) -> Tensor:  # [M, H] dtype
     """What `rms_norm_ref` says."""
     num_rows, size = x.shape
+    _check("weight", weight, (size,), torch.float32)
+    _check("added", added, (num_rows, size), x.dtype)
+    if x.stride(1) != 1:
+        raise ValueError(f"x has strides {x.stride()}; allowed: H contiguous")
     y = torch.empty(num_rows, size, dtype=x.dtype)
-    _function("rms_norm", x.dtype)(
+    _functions("rms_norm")[x.dtype](
         x.data_ptr(), x.stride(0), None if added is None else added.data_ptr(), multiplier, weight.data_ptr(), eps,
         num_rows, size, y.data_ptr(),
     )  # fmt: skip
@@ -79,7 +69,13 @@ def norm_and_rotate(
 ) -> None:
     """What `norm_and_rotate_ref` says, in place."""
     num_rows, _, head_dim = qkv.shape
-    _function("norm_and_rotate", qkv.dtype)(
+    if qkv.stride()[1:] != (head_dim, 1):
+        raise ValueError(f"qkv has strides {qkv.stride()}; allowed: heads and D contiguous")
+    _check("weight", weight, (num_heads, head_dim), torch.float32)
+    if cosine is not None:
+        _check("cosine", cosine, (num_rows, cosine.shape[1]), torch.float32)
+        _check("sine", sine, tuple(cosine.shape), torch.float32)
+    _functions("norm_and_rotate")[qkv.dtype](
         qkv.data_ptr(), qkv.stride(0), None if weight is None else weight.data_ptr(), eps,
         None if cosine is None else cosine.data_ptr(), None if sine is None else sine.data_ptr(),
         0 if cosine is None else cosine.shape[1], num_rows, num_heads, head_dim,
@@ -109,8 +105,9 @@ def gate(
 ) -> Tensor:  # [M, I] dtype
     """What `gate_ref` says."""
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+    _check("gate_up", gate_up, (num_rows, 2 * size), gate_up.dtype)
     y = torch.empty(num_rows, size, dtype=gate_up.dtype)
-    _function(f"{activation}_gate", gate_up.dtype)(gate_up.data_ptr(), num_rows, size, y.data_ptr())
+    _functions(f"{activation}_gate")[gate_up.dtype](gate_up.data_ptr(), num_rows, size, y.data_ptr())
     return y
 
 

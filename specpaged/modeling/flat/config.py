@@ -12,8 +12,10 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
-from specpaged.modeling.families import LayerGeometry, config_window
+from specpaged.modeling.families import LayerGeometry
 from specpaged.modeling.rope import freeze_rope
+
+ROPE = "all"  # the key of frequencies that all layers share
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class FlatConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
+    partial_rope: bool = False  # the family may rotate fewer dimensions than head_dim
     interleaved_rope: bool = False  # pairs are (0, 1), (2, 3) ..., in the checkpoint; here (i, i + half)
     scaling: float | None = None  # of attention scores; default 1 / sqrt(head_dim)
     softcap: float | None = None
@@ -80,14 +83,46 @@ class FlatConfig:
         return LayerGeometry(self.num_heads, self.num_kv_heads, self.head_dim)
 
 
+def _window_of_all(config: PreTrainedConfig) -> dict:
+    return {"layers": tuple(LayerConfig(config.sliding_window, ROPE) for _ in range(config.num_hidden_layers))}
+
+
+def _by_layer_types(config: PreTrainedConfig, ropes_by_type: bool = False) -> dict:
+    return {
+        "layers": tuple(
+            LayerConfig(config.sliding_window if kind == "sliding_attention" else None, kind if ropes_by_type else ROPE)
+            for kind in config.layer_types
+        )
+    }
+
+
 def _llama(config: PreTrainedConfig) -> dict:
     return {"qkv_bias": config.attention_bias, "o_bias": config.attention_bias, "mlp_bias": config.mlp_bias}
+
+
+def _qwen3(config: PreTrainedConfig) -> dict:
+    biases = {"qkv_bias": config.attention_bias, "o_bias": config.attention_bias}
+    return biases | {"qk_norm": True} | _by_layer_types(config)
+
+
+def _phi3(config: PreTrainedConfig) -> dict:
+    return {"fused_qkv": True, "fused_gate_up": True, "partial_rope": True} | _window_of_all(config)
+
+
+def _smollm3(config: PreTrainedConfig) -> dict:
+    layers = _by_layer_types(config)["layers"]
+    uses_rope = zip(layers, config.no_rope_layers, strict=True)
+    windows = config.use_sliding_window
+    return _llama(config) | {
+        "layers": tuple(LayerConfig(x.window if windows else None, ROPE if rope else None) for x, rope in uses_rope)
+    }
 
 
 def _glm4(config: PreTrainedConfig) -> dict:
     return {
         "qkv_bias": config.attention_bias,
         "interleaved_rope": True,
+        "partial_rope": True,
         "fused_gate_up": True,
         "norms": GLM4_NORMS,
     }
@@ -100,6 +135,14 @@ def _granite(config: PreTrainedConfig) -> dict:
         "residual_multiplier": config.residual_multiplier,
         "logits_divisor": config.logits_scaling,
     }
+
+
+def _gemma2(config: PreTrainedConfig) -> dict:
+    return _gemma(config) | _by_layer_types(config) | {"softcap": config.attn_logit_softcapping}
+
+
+def _gemma3(config: PreTrainedConfig) -> dict:
+    return _gemma(config) | _by_layer_types(config, ropes_by_type=True) | {"qk_norm": True}
 
 
 def _gemma(config: PreTrainedConfig) -> dict:
@@ -116,21 +159,19 @@ def _gemma(config: PreTrainedConfig) -> dict:
     }
 
 
-# model_type -> (architecture, what its config says beyond the sizes)
+# model_type -> (architecture, what its config says beyond the sizes). Only what the family's own code reads counts:
+# a config may hold any other attribute.
 FAMILIES: dict[str, tuple[str, Callable[[PreTrainedConfig], dict]]] = {
     "llama": ("LlamaForCausalLM", _llama),
-    "mistral": ("MistralForCausalLM", lambda config: {}),
-    "qwen2": ("Qwen2ForCausalLM", lambda config: {"qkv_bias": True}),
-    "qwen3": (
-        "Qwen3ForCausalLM",
-        lambda config: {"qk_norm": True, "qkv_bias": config.attention_bias, "o_bias": config.attention_bias},
-    ),
+    "mistral": ("MistralForCausalLM", _window_of_all),
+    "qwen2": ("Qwen2ForCausalLM", lambda config: {"qkv_bias": True} | _by_layer_types(config)),
+    "qwen3": ("Qwen3ForCausalLM", _qwen3),
     "glm4": ("Glm4ForCausalLM", _glm4),
-    "phi3": ("Phi3ForCausalLM", lambda config: {"fused_qkv": True, "fused_gate_up": True}),
+    "phi3": ("Phi3ForCausalLM", _phi3),
     "granite": ("GraniteForCausalLM", _granite),
-    "smollm3": ("SmolLM3ForCausalLM", _llama),
-    "gemma2": ("Gemma2ForCausalLM", lambda config: _gemma(config) | {"softcap": config.attn_logit_softcapping}),
-    "gemma3_text": ("Gemma3ForCausalLM", lambda config: _gemma(config) | {"qk_norm": True}),
+    "smollm3": ("SmolLM3ForCausalLM", _smollm3),
+    "gemma2": ("Gemma2ForCausalLM", _gemma2),
+    "gemma3_text": ("Gemma3ForCausalLM", _gemma3),
 }
 
 
@@ -153,18 +194,12 @@ def why_not(config: PreTrainedConfig, trust_remote_code: bool) -> str | None:
 def flat_config(config: PreTrainedConfig) -> FlatConfig:
     """The configuration of a model of one of FAMILIES, in our terms."""
     architecture, own = FAMILIES[config.model_type]
-    options = {"activation": getattr(config, "hidden_act", None)} | own(config)
-    by_layer_type = isinstance(next(iter(config.rope_parameters.values()), None), dict)
-    without_rope = [i for i, uses in enumerate(getattr(config, "no_rope_layers", None) or ()) if not uses]
-
-    def rope(layer_idx: int) -> str | None:
-        if layer_idx in without_rope:
-            return None
-        return config.layer_types[layer_idx] if by_layer_type else "all"
-
+    options = {
+        "activation": getattr(config, "hidden_act", None),
+        "layers": (LayerConfig(None, ROPE),) * config.num_hidden_layers,
+    }
     return FlatConfig(
         architecture=architecture,
-        layers=tuple(LayerConfig(config_window(config, i), rope(i)) for i in range(config.num_hidden_layers)),
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
@@ -173,7 +208,7 @@ def flat_config(config: PreTrainedConfig) -> FlatConfig:
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         norm_eps=config.rms_norm_eps,
         tied=config.tie_word_embeddings,
-        **options,
+        **options | own(config),
     )
 
 
@@ -188,7 +223,7 @@ def rotary_frequencies(config: PreTrainedConfig, max_model_len: int) -> dict[str
         rotary = getattr(module, architecture.replace("ForCausalLM", "RotaryEmbedding"))(config)
     freeze_rope(rotary, max_model_len)
     if isinstance(rotary.rope_type, str):
-        return {"all": (rotary.inv_freq, rotary.attention_scaling)}
+        return {ROPE: (rotary.inv_freq, rotary.attention_scaling)}
     return {
         kind: (getattr(rotary, f"{kind}_inv_freq"), getattr(rotary, f"{kind}_attention_scaling"))
         for kind in rotary.rope_type

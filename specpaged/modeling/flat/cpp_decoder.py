@@ -28,7 +28,7 @@ class CppDecoder(nn.Module):
         self.config = config
         self.decoder = decoder
         self.most_rows = None if isinstance(decoder.output, RowExactLinear) else CPP_ROWS
-        self._function = kernel.function(decoder.embedding.dtype)
+        self._function = kernel.functions()[decoder.embedding.dtype]
         self._layers = (kernel.Layer * len(decoder.layers))()
         for layer, part in zip(self._layers, decoder.layers, strict=True):
             for name in ("qkv", "o", "gate_up", "down"):
@@ -44,8 +44,9 @@ class CppDecoder(nn.Module):
                 cosine, sine = (getattr(decoder, f"{heads.rope}_{name}") for name in ("cos", "sin"))
                 layer.cosine, layer.sine, layer.rope_half = cosine.data_ptr(), sine.data_ptr(), cosine.shape[1]
         self._struct = kernel.Decoder(
-            len(decoder.layers), config.vocab_size, config.hidden_size, config.intermediate_size, config.num_heads,
-            config.num_kv_heads, config.head_dim, int(decoder.layers[0].gate.activation == "gelu_tanh"),
+            len(decoder.layers), decoder.num_positions, config.vocab_size, config.hidden_size,
+            config.intermediate_size, config.num_heads, config.num_kv_heads, config.head_dim,
+            int(decoder.layers[0].gate.activation == "gelu_tanh"),
             config.norm_eps, config.residual_multiplier, decoder.embedding_multiplier, self._layers,
             decoder.embedding.data_ptr(), cpp_operands(decoder.output)[0].data_ptr(),
             decoder.final_norm.weight.data_ptr(),
@@ -57,18 +58,20 @@ class CppDecoder(nn.Module):
         if not isinstance(paged_pass, CppPass) or (self.most_rows is not None and num_rows > self.most_rows):
             return self.decoder(token_ids, positions, paged_pass, logits_idx)
         config, batch = self.config, paged_pass.batch
-        for layer, pool in zip(self._layers, paged_pass.kv_layers, strict=True):
-            layer.pool = pool.data_ptr()
+        pools = (ctypes.c_void_p * len(self._layers))(*(pool.data_ptr() for pool in paged_pass.kv_layers))
         call = make_pass(
             num_rows, batch.slot_mapping, batch.page_table, batch.cu_query_lens, batch.context_lens, batch.block_size,
             config.num_heads, config.num_kv_heads, config.head_dim, config.scaling, config.softcap,
         )  # fmt: skip
         num_logits = num_rows if logits_idx is None else len(logits_idx)
         logits = torch.empty(num_logits, config.vocab_size, dtype=self.decoder.embedding.dtype)
-        self._function(
-            ctypes.addressof(self._struct), ctypes.addressof(call), token_ids.data_ptr(), positions.data_ptr(),
+        outside = self._function(
+            ctypes.addressof(self._struct), ctypes.addressof(call), ctypes.addressof(pools),
+            token_ids.data_ptr(), positions.data_ptr(),
             None if logits_idx is None else logits_idx.data_ptr(), num_logits, logits.data_ptr(),
         )  # fmt: skip
+        if outside:
+            raise IndexError(f"{kernel.OUTSIDE[outside]} leads outside of its table")
         return self.decoder.finished(logits)
 
 

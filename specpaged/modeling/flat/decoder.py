@@ -80,6 +80,7 @@ class FlatDecoder(nn.Module):
         self.final_norm = final_norm
         self.output = output
         self.ropes = tuple(rotations)
+        self.num_positions = min((len(cos) for cos, _ in rotations.values()), default=2**62)
         for rope, (cos, sin) in rotations.items():
             self.register_buffer(f"{rope}_cos", cos, persistent=False)
             self.register_buffer(f"{rope}_sin", sin, persistent=False)

@@ -7,14 +7,16 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from specpaged.modeling.checkpoint import first_line
 from specpaged.modeling.exact import ExactLinears
 from specpaged.modeling.families import LayerGeometry
 from specpaged.modeling.flat import config as families
 from specpaged.modeling.flat import weights
-from specpaged.modeling.flat.config import FlatConfig, flat_config, rotary_frequencies
+from specpaged.modeling.flat.config import ROPE, FlatConfig, flat_config, rotary_frequencies
 from specpaged.modeling.flat.cpp_decoder import CppDecoder, all_parts_are_cpp
 from specpaged.modeling.flat.decoder import FlatDecoder, FlatLayer
 from specpaged.modeling.flat.parts import Parts
@@ -69,14 +71,24 @@ class FlatSource:
         reason = families.why_not(config, trust_remote_code)
         if reason is not None:
             return reason
-        ours, checkpoint = flat_config(config), Checkpoint(model)
+        try:
+            ours, checkpoint = flat_config(config), Checkpoint(model)
+        except (OSError, SafetensorError) as error:
+            return f"its safetensors cannot be had: {first_line(error)}"
         reason = weights.why_not(ours, checkpoint)
         if reason is not None:
             return reason
         dtype = dtype or getattr(config, "dtype", None) or checkpoint.dtype
+        if dtype not in weights.DTYPES.values():
+            return f"its dtype is {dtype}"
         if dtype == torch.float16 and device.type == "cpu":
             dtype = torch.float32
-        return cls(ours, checkpoint, rotary_frequencies(config, max_model_len), max_model_len, dtype, device)
+        frequencies = rotary_frequencies(config, max_model_len)
+        for inverse, _ in frequencies.values():
+            rotated = 2 * len(inverse)
+            if rotated > ours.head_dim or (rotated < ours.head_dim and not ours.partial_rope):
+                return f"its RoPE turns {rotated} of a head's {ours.head_dim} dimensions"
+        return cls(ours, checkpoint, frequencies, max_model_len, dtype, device)
 
     def exact(self, linears: ExactLinears) -> tuple[nn.Module, set[int]]:
         """See Source.exact."""
@@ -123,7 +135,7 @@ class FlatSource:
             return make_linear(*(_concatenated(tensors, paths, kind) for kind in ("weight", "bias")))
 
         if config.interleaved_rope:
-            rotated = 2 * len(self.frequencies["all"][0])
+            rotated = 2 * len(self.frequencies[ROPE][0])
             for name, num_heads in (("q_proj", config.num_heads), ("k_proj", config.num_kv_heads)):
                 for path in (f"self_attn.{name}.weight", f"self_attn.{name}.bias"):
                     if path in tensors:

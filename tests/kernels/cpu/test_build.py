@@ -65,6 +65,29 @@ def test_what_does_not_compile_is_named(tmp_path, folder):
     assert not list(folder.glob("*")), "nothing is left behind"
 
 
+def test_a_folder_that_cannot_be_read_is_done_without(tmp_path, folder, monkeypatch):
+    def refusing(honest):
+        def call(path, *arguments, **options):
+            if str(path).startswith(str(folder)):
+                raise PermissionError(13, "Permission denied")
+            return honest(path, *arguments, **options)
+
+        return call
+
+    for name in ("stat", "mkdir"):
+        monkeypatch.setattr(os, name, refusing(getattr(os, name)))
+    assert load(source(tmp_path)).answer() == 42
+
+
+def test_a_user_without_a_home_builds_for_this_process(monkeypatch):
+    for name in ("SPECPAGED_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+    first, second = cache_folder(), cache_folder()
+    assert first != second
+    assert first.is_dir()
+
+
 def test_a_folder_that_cannot_be_written_to_is_done_without(tmp_path, folder, monkeypatch):
     folder.write_text("a file, no folder")
     assert load(source(tmp_path)).answer() == 42
@@ -90,7 +113,7 @@ def test_the_folder_is_the_users_cache(monkeypatch):
 def test_a_machine_without_a_compiler_runs_on_torch_and_says_so(tmp_path, monkeypatch):
     from specpaged.modeling import backend
 
-    monkeypatch.setattr(backend.cpu_attention, "why_not", lambda dtype: "there is no C++ compiler")
+    monkeypatch.setattr(backend.library, "why_not", lambda dtype: "there is no C++ compiler")
     placement = (torch.device("cpu"), torch.float32, {(4, 2, 16)}, 16, 300, "exact")
     assert backend.choose_backend("auto", *placement) == ("torch", "there is no C++ compiler")
     with pytest.raises(ValueError, match="attention_backend='cpp' cannot be used: there is no C"):

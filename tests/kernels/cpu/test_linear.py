@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from specpaged_kernels.cpu.linear import PANEL, linear, pack, why_not
+from specpaged_kernels.cpu.library import why_not
+from specpaged_kernels.cpu.linear import PANEL, linear, pack
 
 DTYPES = [torch.float32, torch.bfloat16]
 SHAPES = [(16, 8), (48, 33), (50, 256), (1, 7), (264, 256), (129, 1000)]  # [N, K]
@@ -69,6 +70,20 @@ def test_the_packed_layout_holds_outputs_side_by_side():
     assert packed.shape == (2, 3, PANEL)
     assert torch.equal(packed[0, 1], weight[:PANEL, 1])
     assert packed[1, 2].tolist() == [weight[16, 2].item(), weight[17, 2].item()] + [0.0] * 14
+
+
+def test_columns_may_lie_apart():
+    x, weight, bias = sample(32, 24, 10, torch.float32)
+    assert torch.equal(linear(x.T.contiguous().T, pack(weight), bias, 32), linear(x, pack(weight), bias, 32))
+
+
+@pytest.mark.parametrize(
+    ("n", "dtype", "k"), [(32, torch.bfloat16, 24), (32, torch.float32, 23), (49, torch.float32, 24)]
+)
+def test_what_does_not_fit_the_weight_is_refused(n, dtype, k):
+    x, weight, _ = sample(32, 24, 10, torch.float32)
+    with pytest.raises(ValueError, match="do not fit"):
+        linear(x[:, :k].to(dtype), pack(weight), None, n)
 
 
 def test_a_dtype_that_it_lacks_is_named():

@@ -24,7 +24,7 @@ OPTIONS = {
     "sinks": {"sinks": True},
     "all": {"scaling": 0.4, "window": 21, "softcap": 2.0, "sinks": True},
 }
-GEOMETRIES = [(4, 2, 16), (8, 1, 32), (3, 3, 20), (2, 2, 64), (6, 2, 24)]  # Hq, Hkv, D
+GEOMETRIES = [(4, 2, 16), (8, 1, 32), (3, 3, 20), (2, 2, 64), (6, 2, 24), (4, 1, 128), (80, 1, 72)]  # Hq, Hkv, D
 
 
 def options_for(name: str, num_heads: int) -> dict:
@@ -73,10 +73,11 @@ def test_ragged_batches(batch, block_size, window, seed):
 
 
 @pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("head_dim", [16, 128])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_token_has_the_same_bits_in_decode_verify_and_prefill(dtype, options):
+def test_a_token_has_the_same_bits_in_decode_verify_and_prefill(dtype, head_dim, options):
     """Beside mates, in any tile and any blocks, on any threads."""
-    length, geometry = 150, (4, 2, 16)
+    length, geometry = 150, (4, 2, head_dim)
     whole = World([(0, length)], *geometry, dtype=dtype)
     given_options = options_for(options, 4)
     expected = whole.attend(**given_options)
@@ -123,8 +124,15 @@ def test_nan_before_a_window_does_not_reach_it():
     assert torch.equal(spoilt[1:5], expected[1:5])
 
 
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+def test_what_does_not_fit_the_pool_is_refused(name):
+    world = World([(5, 2)], 4, 2, 16)
+    setattr(world, name, getattr(world, name).bfloat16())
+    with pytest.raises(ValueError, match="does not fit"):
+        world.attend()
+
+
 def test_filler_rows_are_zeros_and_store_nothing():
     world = World([(5, 2)], 4, 2, 16, filler=5)
-    got = world.attend()
-    assert got.shape[0] == 7
+    got = world.attend(output=torch.full((7, 4, 16), float("nan")))
     assert not got[2:].any()
