@@ -68,3 +68,32 @@ def test_kernel_equals_its_reference(data):
         [torch.randint(0, 999, (n,), generator=generator).tolist() for n in numbers] for numbers in (lens, counts)
     )
     run_both(new_tokens, drafts, wanted, contexts, table, block_size, room=data.draw(st.integers(0, 3)))
+
+
+def test_what_has_no_room_is_lost_and_not_strewn(monkeypatch):
+    """Three rows, two logits and two items too few: what fits is right, and nothing lies behind it."""
+    guarded = []
+    honest = torch.empty
+
+    def empty(size, **options):
+        memory = honest(size + 64, **options).fill_(-7)
+        guarded.append((memory, size))
+        return memory[:size]
+
+    new_tokens, contexts = torch.arange(30), torch.tensor([40, 3], dtype=torch.int32)
+    lens = torch.tensor([0, 20, 30], dtype=torch.int32)
+    table = torch.arange(1, 9, dtype=torch.int32).view(2, 4)
+    zeros = torch.zeros(2, dtype=torch.int32)
+    drafts, wanted = torch.zeros(2, 1, dtype=torch.int64), torch.tensor([5, 6], dtype=torch.int32)
+    arguments = (new_tokens, lens, drafts, zeros, wanted, contexts, table, 16)
+    whole = pack_ref(*arguments, 30, 11, 5, 8, 32)
+    assert len(whole.work_list.item_seq) == int(whole.work_list.cu_items[-1]) == 5
+    monkeypatch.setattr(torch, "empty", empty)
+    got = pack(*arguments, 27, 9, 3, 8, 32)
+    monkeypatch.undo()
+    assert len(guarded) == 8
+    for memory, size in guarded:
+        assert (memory[size:] == -7).all()
+    for name, size in (("token_ids", 27), ("positions", 27), ("slot_mapping", 27), ("logits_idx", 9)):
+        assert torch.equal(getattr(got, name), getattr(whole, name)[:size]), name
+    assert torch.equal(got.work_list.item_seq, whole.work_list.item_seq[:3])
