@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from specpaged_kernels import lm_head as module
 from specpaged_kernels.accept import sample
 from specpaged_kernels.linear import Tiles, linear
 from specpaged_kernels.lm_head import lm_head, lm_head_ref
@@ -31,7 +32,10 @@ def test_tokens_are_those_of_linear_and_an_argmax(dtype, num_rows, vocab_size, i
     assert ok.all()
 
 
-def test_of_equals_the_lowest_id_wins_in_whatever_slice_it_is():
+@pytest.mark.parametrize("max_slices", [512, 4])
+def test_of_equals_the_lowest_id_wins_in_whatever_slice_and_tile_it_is(max_slices, monkeypatch):
+    """With 512 slices each has one tile, with 4 each has several."""
+    monkeypatch.setattr(module, "MAX_SLICES", max_slices)
     x = torch.randint(-2, 3, (9, 16), generator=torch.Generator().manual_seed(1)).float()
     weight = torch.randint(-1, 2, (700, 16), generator=torch.Generator().manual_seed(2)).float()
     weight[650:] = weight[:50]
