@@ -17,7 +17,7 @@ def pytest_addoption(parser):
     group = parser.getgroup("specpaged")
     group.addoption("--threads", type=int, default=1, help="Torch threads, for every contender.")
     group.addoption("--rounds", type=int, help="Rounds at every B (default: 5, and 3 at B = 32).")
-    group.addoption("--waves", type=int, help="Full batches of prompts in a round (default: 4, 2, 2 at B = 1, 8, 32).")
+    group.addoption("--waves", type=int, help="Full batches of prompts in a round (default: 8, 4, 2 at B = 1, 8, 32).")
     group.addoption(
         "--out",
         type=Path,

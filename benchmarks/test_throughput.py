@@ -7,7 +7,7 @@ from benchmarks.contenders import NUM_DRAFTS, OUTPUT_LEN, PLAIN_EXACT, Field, sa
 from benchmarks.rounds import Rounds
 from benchmarks.transformers_contenders import missing_for_generate_batch
 
-WAVES = {1: 4, 8: 2, 32: 2}  # full batches of prompts in a round
+WAVES = {1: 8, 8: 4, 32: 2}  # full batches of prompts in a round
 ROUNDS = {1: 5, 8: 5, 32: 3}
 
 
