@@ -38,7 +38,7 @@ def draw(results: dict[str, Any], path: Path) -> str:
     axes.set_yscale("log")
     axes.set_ylabel("tokens/s (log)")
     axes.set_title(f"{results['cpu']}, {results['threads']} thread(s), fp32, greedy, 64 tokens", fontsize=10)
-    axes.legend(handles=legend, fontsize=8, ncols=2)
+    figure.legend(handles=legend, fontsize=8, ncols=5, loc="outside lower center")
     figure.savefig(path, dpi=120)
     plt.close(figure)
     return f"picture: {path.name}"
