@@ -68,7 +68,7 @@ class _Recorder:
         return query.new_zeros(*query.shape[:2], value.shape[2])
 
 
-def config_window(config: PreTrainedConfig, layer_idx: int) -> int | None:
+def _config_window(config: PreTrainedConfig, layer_idx: int) -> int | None:
     """The sliding window that transformers' masks give to the layer."""
     kinds = getattr(config, "layer_types", None)
     if kinds and kinds[layer_idx] != "sliding_attention":
@@ -86,7 +86,7 @@ def check_windows(windows: list[int | None], config: PreTrainedConfig, max_model
     Some models have windows in their masks alone, which the hook never sees.
     """
     for layer_idx, window in enumerate(windows):
-        expected = config_window(config, layer_idx)
+        expected = _config_window(config, layer_idx)
         # A window that no sequence outgrows is none.
         if (window or max_model_len) >= max_model_len and (expected or max_model_len) >= max_model_len:
             continue
