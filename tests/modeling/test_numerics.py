@@ -104,8 +104,12 @@ def test_a_row_dependent_kernel_is_passed_over_and_without_another_exact_is_refu
 
     monkeypatch.setattr(linear.F, "linear", row_dependent)
     first = choose_linear_scheme(64, 64, False, torch.float32, CPU)
-    expected = "packed" if linear.can_pack(torch.float32, CPU) else "stock per row"
-    assert first.name == expected
+    # In some versions of oneDNN small products depend on the rows, too.
+    packed = RowExactLinear(torch.randn(64, 64), None, LinearScheme("packed", 1, 2, 256))
+    exact = linear.can_pack(torch.float32, CPU) and not row_counts_that_differ(
+        packed, 64, probe_rows(64, 64), torch.float32, CPU
+    )
+    assert first.name == ("packed" if exact else "stock per row")
     monkeypatch.setattr(linear, "can_pack", lambda *_: False)
     monkeypatch.setattr(numerics, "can_pack", lambda *_: False)
     numerics._choose_linear_scheme.cache_clear()
