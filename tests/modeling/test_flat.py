@@ -32,7 +32,7 @@ def greedy(path: str, model_impl: str, **arguments) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
-def test_all_families_of_the_issue_are_flat():
+def test_every_flat_family_has_a_toy():
     assert {toy_config(name).model_type for name in FLAT} == set(flat_families.FAMILIES)
 
 
