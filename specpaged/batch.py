@@ -61,6 +61,13 @@ class RaggedBatch:
         return self.token_ids.shape[0]
 
 
+def upload(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """A host tensor on the device; to a GPU through pinned memory, as a copy from pageable memory would wait."""
+    if torch.device(device).type != "cuda":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
 def pack(rows: Sequence[RaggedRow], block_size: int, device: torch.device | str = "cpu") -> RaggedBatch:
     """Pack the rows of B sequences, in order, into one batch of N tokens."""
     token_ids: list[int] = []
@@ -86,8 +93,8 @@ def pack(rows: Sequence[RaggedRow], block_size: int, device: torch.device | str 
     context_lens = tuple(row.context_len for row in rows)
     num_tokens, num_seqs = len(token_ids), len(rows)
     # Two uploads in all.
-    wide = torch.tensor([*token_ids, *positions, *slots, *logits_idx]).to(device)
-    narrow = torch.tensor([*page_table, *cu_query_lens, *context_lens], dtype=torch.int32).to(device)
+    wide = upload(torch.tensor([*token_ids, *positions, *slots, *logits_idx]), device)
+    narrow = upload(torch.tensor([*page_table, *cu_query_lens, *context_lens], dtype=torch.int32), device)
     table, bounds, contexts = narrow.split([num_seqs * width, num_seqs + 1, num_seqs])
     ids, places, targets, wanted = wide.split([num_tokens] * 3 + [len(logits_idx)])
     return RaggedBatch(

@@ -29,7 +29,14 @@ DraftModel = Annotated[str | None, typer.Option(help="Draft: local path or hub i
 Prompts = Annotated[str | None, typer.Option(help="JSON lines in Spec-Bench form; - reads standard input.")]
 NumPrompts = Annotated[int | None, typer.Option(min=1, help="An evenly spread selection of the prompts.")]
 MaxPromptTokens = Annotated[int | None, typer.Option(min=1, help="Clip longer prompts; default: what fits.")]
-K = Annotated[int, typer.Option("--num-speculative-tokens", min=0, help="Draft tokens per round; 0: plain decoding.")]
+K = Annotated[
+    int | None,
+    typer.Option(
+        "--num-speculative-tokens",
+        min=0,
+        help="Draft tokens per round; 0: plain decoding. Default: by the number of running sequences.",
+    ),
+]
 MaxNumSeqs = Annotated[int, typer.Option(min=1, help="Sequences in a batch.")]
 MaxModelLen = Annotated[int | None, typer.Option(min=2, help="Tokens of prompt and output. Default: the model's.")]
 KVCacheMemory = Annotated[
@@ -42,6 +49,7 @@ DType = Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")]
 Numerics = Annotated[str, typer.Option(help=f"One of {', '.join(NUMERICS)}.")]
 AttentionBackend = Annotated[str, typer.Option(help=f"One of {', '.join(ATTENTION_BACKENDS)}.")]
 ModelImpl = Annotated[str, typer.Option(help=f"One of {', '.join(MODEL_IMPLS)}.")]
+EnforceEager = Annotated[bool, typer.Option("--enforce-eager", help="No CUDA graphs.")]
 Device = Annotated[str, typer.Option(help="'cpu' or 'cuda[:index]'.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads of a pass. Default: torch's choice.")]
 Output = Annotated[Path | None, typer.Option(help="Write the completions as JSON lines.")]
@@ -56,7 +64,7 @@ def generate(
     prompts: Prompts = None,
     num_prompts: NumPrompts = None,
     max_prompt_tokens: MaxPromptTokens = None,
-    num_speculative_tokens: K = 5,
+    num_speculative_tokens: K = None,
     max_num_seqs: MaxNumSeqs = 8,
     max_model_len: MaxModelLen = None,
     kv_cache_memory_bytes: KVCacheMemory = None,
@@ -68,6 +76,7 @@ def generate(
     numerics: Numerics = "exact",
     attention_backend: AttentionBackend = "auto",
     model_impl: ModelImpl = "auto",
+    enforce_eager: EnforceEager = False,
     threads: Threads = None,
     trust_remote_code: TrustRemoteCode = False,
     output: Output = None,
@@ -111,7 +120,7 @@ def verify(
     prompts: Prompts = None,
     num_prompts: NumPrompts = None,
     max_prompt_tokens: MaxPromptTokens = None,
-    num_speculative_tokens: K = 5,
+    num_speculative_tokens: K = None,
     max_num_seqs: MaxNumSeqs = 8,
     max_model_len: MaxModelLen = None,
     kv_cache_memory_bytes: KVCacheMemory = None,
@@ -123,6 +132,7 @@ def verify(
     numerics: Numerics = "exact",
     attention_backend: AttentionBackend = "auto",
     model_impl: ModelImpl = "auto",
+    enforce_eager: EnforceEager = False,
     threads: Threads = 1,
     trust_remote_code: TrustRemoteCode = False,
     reference: Annotated[
@@ -211,7 +221,11 @@ def _prepare(arguments: dict[str, Any]) -> Job:
     from specpaged.job import Job
 
     job = _checked(Job.prepare, **arguments)
-    if arguments["num_speculative_tokens"] and not job.llm.engine.max_draft_tokens:
+    if (
+        arguments["num_speculative_tokens"] != 0
+        and arguments["draft_model"] is None
+        and not job.llm.engine.max_draft_tokens
+    ):
         console.print("no --draft-model: decoding plainly")
     console.print(str(job.llm.report), highlight=False, markup=False)
     lengths = sorted(map(len, job.token_ids))

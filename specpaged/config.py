@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,14 @@ VERIFICATIONS = ("greedy", "coupled", "rejection")
 ASSETS = Path(__file__).parent / "assets"
 EMBEDDED_TARGET = str(ASSETS / "target")
 EMBEDDED_DRAFT = str(ASSETS / "draft")
+
+# K by the number of running sequences, [first, last, K], where a user says nothing, by device. A verify pass that is
+# bound by the weights' bytes costs what a plain step costs; one that is bound by arithmetic costs more with each row.
+# On a CPU that is some 16 rows away, on a GPU a few hundred.
+DEFAULT_NUM_SPECULATIVE_TOKENS = {
+    "cpu": ((1, 2, 4), (3, 12, 2), (13, 24, 1)),
+    "cuda": ((1, 32, 5), (33, 128, 3)),
+}
 
 
 def check_choice(name: str, value: Any, allowed: Sequence[str]) -> None:
@@ -42,14 +50,14 @@ class SpeculativeConfig:
     """How drafts are proposed and verified.
 
     `numerics` is the draft's own: only the target decides tokens, so a fast draft costs nothing in exactness.
-    `num_speculative_tokens_per_batch_size` holds [first, last, K] ranges of the number of running sequences
-    (vLLM's form); without it K is `num_speculative_tokens` at every batch size. A batch size in no range
-    gets K = 0.
+    `num_speculative_tokens` is K at every batch size. `num_speculative_tokens_per_batch_size` holds [first, last, K]
+    ranges of the number of running sequences instead (vLLM's form); a batch size in no range gets K = 0. With neither,
+    an EngineConfig puts in the ranges of DEFAULT_NUM_SPECULATIVE_TOKENS for its device.
     """
 
     model: str | None = None
     method: str = "draft_model"
-    num_speculative_tokens: int = 5
+    num_speculative_tokens: int | None = None
     num_speculative_tokens_per_batch_size: Sequence[Sequence[int]] | None = None
     numerics: str = "fast"
     verification: str = "coupled"
@@ -58,7 +66,8 @@ class SpeculativeConfig:
         check_choice("speculative_config['method']", self.method, METHODS)
         check_choice("speculative_config['numerics']", self.numerics, NUMERICS)
         check_choice("speculative_config['verification']", self.verification, VERIFICATIONS)
-        check_int("speculative_config['num_speculative_tokens']", self.num_speculative_tokens, 0)
+        if self.num_speculative_tokens is not None:
+            check_int("speculative_config['num_speculative_tokens']", self.num_speculative_tokens, 0)
         _check_ranges(
             "speculative_config['num_speculative_tokens_per_batch_size']", self.num_speculative_tokens_per_batch_size
         )
@@ -72,8 +81,15 @@ class SpeculativeConfig:
                 raise ValueError(f"speculative_config has no key {key!r}; allowed: {', '.join(known)}")
         return cls(**config)
 
+    def resolved(self, device: str) -> SpeculativeConfig:
+        """The configuration with K said for every batch size, on a device such as "cpu" or "cuda:1"."""
+        if self.num_speculative_tokens is not None or self.num_speculative_tokens_per_batch_size is not None:
+            return self
+        ranges = DEFAULT_NUM_SPECULATIVE_TOKENS[str(device).partition(":")[0]]
+        return replace(self, num_speculative_tokens_per_batch_size=ranges)
+
     def num_draft_tokens(self, batch_size: int) -> int:
-        """K for a step of `batch_size` running sequences."""
+        """K for a step of `batch_size` running sequences; of a resolved configuration."""
         if self.num_speculative_tokens_per_batch_size is None:
             return self.num_speculative_tokens
         for first, last, k in self.num_speculative_tokens_per_batch_size:
@@ -83,7 +99,7 @@ class SpeculativeConfig:
 
     @property
     def max_draft_tokens(self) -> int:
-        """The largest K that any batch size can ask for."""
+        """The largest K that any batch size can ask for; of a resolved configuration."""
         if self.num_speculative_tokens_per_batch_size is None:
             return self.num_speculative_tokens
         return max((k for _, _, k in self.num_speculative_tokens_per_batch_size), default=0)
@@ -118,8 +134,9 @@ class EngineConfig:
     `kv_cache_memory_bytes` is None, too, no more than that memory holds of one sequence. `attention_backend` serves
     both models; "auto" is Triton's kernels on a GPU and C++ ones on a CPU, and torch where those cannot be had, and the
     environment variable SPECPAGED_ATTENTION_BACKEND overrides it. `model_impl` serves both models, too: "auto" is the
-    flat decoder for the families that it covers, and else the model's own modules in transformers. Unless told
-    otherwise, `LLM(device="cuda")` takes blocks of 64 tokens.
+    flat decoder for the families that it covers, and else the model's own modules in transformers. On a GPU the flat
+    decoder's passes are captured as CUDA graphs unless `enforce_eager`. Unless told otherwise, `LLM(device="cuda")`
+    takes blocks of 64 tokens.
     """
 
     model: str = EMBEDDED_TARGET
@@ -135,6 +152,7 @@ class EngineConfig:
     numerics: str = "exact"
     attention_backend: str = "auto"
     model_impl: str = "auto"
+    enforce_eager: bool = False
     seed: int = 0
     trust_remote_code: bool = False
 
@@ -143,11 +161,14 @@ class EngineConfig:
         check_choice("dtype", self.dtype, DTYPES)
         check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
         check_choice("model_impl", self.model_impl, MODEL_IMPLS)
+        if self.speculative_config is not None:
+            object.__setattr__(self, "speculative_config", self.speculative_config.resolved(self.device))
         check_int("block_size", self.block_size, 1)
         check_int("max_num_seqs", self.max_num_seqs, 1)
         check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         check_int("seed", self.seed, 0)
         check_bool("enable_prefix_caching", self.enable_prefix_caching)
+        check_bool("enforce_eager", self.enforce_eager)
         check_bool("trust_remote_code", self.trust_remote_code)
         if self.max_model_len is not None:
             check_int("max_model_len", self.max_model_len, 2)

@@ -14,7 +14,7 @@ from specpaged.batch import RaggedRow, pack
 from specpaged.config import EngineConfig
 from specpaged.drafting.base import Drafter, DraftOutput, DraftRow
 from specpaged.metrics import EngineMetrics
-from specpaged.modeling.model_runner import ModelRunner
+from specpaged.modeling.model_runner import Argmax, ModelRunner
 from specpaged.outputs import RequestOutput
 from specpaged.paging.block_allocator import BlockAllocator
 from specpaged.paging.page_table import DRAFT, TARGET, PageTable
@@ -182,7 +182,7 @@ class Engine:
         with stage("propose"):
             draft = self._propose(scheduled, sampling)
         with stage("score"):
-            logits, prompt_logits = self._score(scheduled, draft)
+            logits, prompt_logits = self._score(scheduled, draft, sampling)
         with stage("verify"):
             verified = self.verifier.verify(logits, draft, sampling)
         with stage("commit"):
@@ -220,8 +220,13 @@ class Engine:
                 rows.append(row)
         return self.drafter.propose(rows, sampling, num_requests) if rows else DraftOutput.empty(num_requests)
 
-    def _score(self, scheduled: ScheduledStep, draft: DraftOutput) -> tuple[Tensor, dict[Sequence, Tensor]]:
-        """Target logits of the rows to verify [M, V], and those of the prompt tokens that asked for them."""
+    def _score(
+        self, scheduled: ScheduledStep, draft: DraftOutput, sampling: SamplingBatch
+    ) -> tuple[Tensor | Argmax, dict[Sequence, Tensor]]:
+        """Target logits of the rows to verify [M, V], and those of the prompt tokens that asked for them.
+
+        Only their argmax where that is all that is wanted of them.
+        """
         rows, drafts = [], iter(draft.token_ids)
         for entry in scheduled.entries:
             sequence, start = entry.sequence, entry.context_len
@@ -234,9 +239,12 @@ class Engine:
             if wants_prompt_logits(entry):
                 num_logits = len(token_ids)
             rows.append(RaggedRow(token_ids, start, sequence.page_table.blocks, num_logits))
-        logits = self.target.forward(pack(rows, self.config.block_size, self.target.model.device))
-        logits = logits[:, : self.vocabulary.size]
-        if not any(map(wants_prompt_logits, scheduled.entries)):
+        batch = pack(rows, self.config.block_size, self.target.model.device)
+        of_prompts = any(map(wants_prompt_logits, scheduled.entries))
+        if sampling.takes_argmax and not sampling.wants_logprobs and not of_prompts:
+            return self.target.argmax(batch, self.vocabulary.size), {}
+        logits = self.target.forward(batch)[:, : self.vocabulary.size]
+        if not of_prompts:
             return logits, {}
         verify_logits, prompt_logits, drafts = [], {}, iter(draft.token_ids)
         for entry, part in zip(scheduled.entries, logits.split([row.num_logits for row in rows]), strict=True):

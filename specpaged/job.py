@@ -57,7 +57,7 @@ class Job:
         prompts: str | None,
         num_prompts: int | None,
         max_prompt_tokens: int | None,
-        num_speculative_tokens: int,
+        num_speculative_tokens: int | None,
         max_tokens: int,
         temperature: float,
         seed: int | None,
@@ -98,9 +98,11 @@ class Job:
     @property
     def label(self) -> str:
         """How the batch is decoded."""
-        k = self.llm.engine.max_draft_tokens
         batch = f"batch of {self.llm.config.max_num_seqs}"
-        return f"speculative, {batch}, K = {k}" if k else f"plain, {batch}"
+        if not self.llm.engine.max_draft_tokens:
+            return f"plain, {batch}"
+        k = self.llm.config.speculative_config.num_speculative_tokens
+        return f"speculative, {batch}, K = {k}" if k else f"speculative, {batch}, K by its size"
 
     def run(self, label: str, params: Sequence[SamplingParams] | None = None) -> Run:
         """Decode the prompts in batches, with a progress bar."""

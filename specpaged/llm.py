@@ -14,6 +14,7 @@ from specpaged.config import EMBEDDED_DRAFT, EMBEDDED_TARGET, EngineConfig, Spec
 from specpaged.drafting.draft_model import DraftModelDrafter
 from specpaged.engine import Engine, Vocabulary
 from specpaged.metrics import RequestMetrics
+from specpaged.modeling.cuda_graphs import CudaGraphs
 from specpaged.modeling.loading import LoadedModel, load_model, load_tokenizer
 from specpaged.modeling.model_runner import ModelRunner
 from specpaged.outputs import RequestOutput
@@ -34,7 +35,7 @@ _TOKENS_FORM = "{'prompt_token_ids': [...]}"
 class LLM:
     """A model, its draft if it has one, and the engine that runs them.
 
-    Without `model` the embedded pair is loaded, and drafts 5 tokens unless `speculative_config` says otherwise.
+    Without `model` the embedded pair is loaded, and drafts unless `speculative_config` says otherwise.
     `model` and `speculative_config["model"]` are local paths or hub ids. See EngineConfig and
     SpeculativeConfig for the rest.
 
@@ -76,7 +77,10 @@ class LLM:
 
         def runner(loaded: LoadedModel) -> ModelRunner:
             cache = PagedKVCache(loaded.kv_spec, num_blocks, config.block_size, loaded.dtype, loaded.device)
-            return ModelRunner(loaded, cache)
+            graphs = None
+            if CudaGraphs.why_not(loaded, config.enforce_eager) is None:
+                graphs = CudaGraphs(loaded, cache, config.max_model_len)
+            return ModelRunner(loaded, cache, graphs)
 
         target_runner = runner(target)
         draft_runner = drafter = None
@@ -254,7 +258,7 @@ def _engine_config(
             "{'model': ..., 'num_speculative_tokens': 5}"
         )
     if speculative_config is not None and speculative_config.model is None:
-        if not embedded and speculative_config.max_draft_tokens > 0:
+        if not embedded and speculative_config.num_speculative_tokens != 0:
             raise ValueError(
                 "speculative_config['model']=None: a draft model is needed beside "
                 f"model={str(model)!r}; allowed: a local path or hub id"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specpaged.config import EngineConfig
+from specpaged.config import EngineConfig, SpeculativeConfig
+from specpaged.modeling.cuda_graphs import CudaGraphs
 from specpaged.modeling.model_runner import ModelRunner
 
 
@@ -15,6 +16,16 @@ def human_bytes(num_bytes: float) -> str:
             return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
         num_bytes /= 1024
     raise AssertionError("unreachable")
+
+
+def _drafting(config: SpeculativeConfig) -> str:
+    """'5', or '4 for 1-2 running sequences, 2 for 3-12, else 0'."""
+    ranges = config.num_speculative_tokens_per_batch_size
+    if ranges is None:
+        return str(config.num_speculative_tokens)
+    (first, last, k), *others = ranges or ((1, 1, 0),)
+    parts = [f"{k} for {first}-{last} running sequences", *(f"{k} for {first}-{last}" for first, last, k in others)]
+    return ", ".join([*parts, "else 0"])
 
 
 def _with_reason(choice: str, reason: str | None) -> str:
@@ -35,14 +46,18 @@ class ModelReport:
     numerics: str
 
     @classmethod
-    def of(cls, role: str, runner: ModelRunner) -> ModelReport:
+    def of(cls, role: str, runner: ModelRunner, enforce_eager: bool) -> ModelReport:
         """The report of a loaded model."""
         model = runner.model
+        decoder = _with_reason(model.implementation, model.not_flat)
+        decoder += f", kernels {_with_reason(model.backend, model.not_ours)}"
+        if model.device.type == "cuda":
+            why_not = CudaGraphs.why_not(model, enforce_eager)
+            decoder += ", CUDA graphs" if why_not is None else f", eager ({why_not})"
         return cls(
             role,
             model.architecture,
-            f"{_with_reason(model.implementation, model.not_flat)}, kernels "
-            f"{_with_reason(model.backend, model.not_ours)}",
+            decoder,
             model.num_parameters,
             model.weight_bytes,
             runner.kv_cache.bytes_per_token,
@@ -68,19 +83,21 @@ class StartupReport:
     block_size: int
     max_model_len: int
     model_positions: int  # that the target itself has
+    drafting: str | None  # how many tokens are drafted; None without a draft
 
     @classmethod
     def of(cls, config: EngineConfig, target: ModelRunner, draft: ModelRunner | None) -> StartupReport:
         """The report of an engine's parts."""
-        models = [ModelReport.of("target", target)]
+        models = [ModelReport.of("target", target, config.enforce_eager)]
         if draft is not None:
-            models.append(ModelReport.of("draft", draft))
+            models.append(ModelReport.of("draft", draft, config.enforce_eager))
         return cls(
             tuple(models),
             target.kv_cache.num_blocks,
             config.block_size,
             config.max_model_len,
             target.model.max_model_len,
+            None if draft is None else _drafting(config.speculative_config),
         )
 
     @property
@@ -96,4 +113,5 @@ class StartupReport:
         )
         if self.max_model_len < self.model_positions:
             pool += f" (max_model_len; the model has {self.model_positions} positions)"
-        return "\n".join([*map(str, self.models), pool])
+        drafting = [f"K      {self.drafting}"] if self.drafting else []
+        return "\n".join([*map(str, self.models), pool, *drafting])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specpaged import LLM, SamplingParams
-from specpaged.config import SpeculativeConfig
+from specpaged.config import DEFAULT_NUM_SPECULATIVE_TOKENS, EngineConfig, SpeculativeConfig
 from tests import toys
 from tests.poison import Poison
 
@@ -194,6 +194,20 @@ def test_k_follows_the_batch_size(toy_pair, plain, monkeypatch):
         k = 5 if len(step) <= 2 else 2 if len(step) <= 5 else 0
         assert max(step) <= k
         assert max(step) == k or len(step) == 1  # fewer only at the very end of the last sequence
+
+
+def test_k_is_the_devices_by_batch_size_where_nobody_says_it(toy_pair):
+    for device, ranges in DEFAULT_NUM_SPECULATIVE_TOKENS.items():
+        resolved = EngineConfig(device=f"{device}:0", speculative_config=SpeculativeConfig()).speculative_config
+        for first, last, k in ranges:
+            assert resolved.num_draft_tokens(first) == resolved.num_draft_tokens(last) == k > 0
+        assert resolved.num_draft_tokens(1000) == 0
+        assert resolved.max_draft_tokens == max(k for _, _, k in ranges)
+    said = EngineConfig(speculative_config=SpeculativeConfig(num_speculative_tokens=7)).speculative_config
+    assert said.num_draft_tokens(1) == said.num_draft_tokens(1000) == said.max_draft_tokens == 7
+    llm = make_llm(toy_pair, speculative={"num_speculative_tokens": None})
+    outputs = generate(llm, toys.prompts(3), SamplingParams(max_tokens=20, **GREEDY))
+    assert max(output.metrics.draft_tokens for output in outputs) > 0
 
 
 def test_a_draft_that_was_left_behind_catches_up(toy_pair):

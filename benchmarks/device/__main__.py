@@ -1,7 +1,9 @@
 """`python -m benchmarks.device`: one run on a machine with a CUDA device, without a network, in under 8 minutes.
 
 It ends in a table and one line of JSON, and writes that line to benchmarks/results/device-<name>-<date>.json. With
---smoke it tries itself on tiny shapes in Triton's interpreter: no figure of speed, and no file.
+--loop it runs the engine on a synthetic pair of 8 B and 0.6 B parameters instead, in under 9 minutes, and writes
+device-loop-<name>-<date>.json and a picture. With --smoke it tries itself on tiny shapes, without a GPU: no figure of
+speed, and no file.
 """
 
 from __future__ import annotations
@@ -20,10 +22,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.device import attention_speed, exactness, kernel_errors, linear_speed, rollback
+from benchmarks.device import attention_speed, exactness, kernel_errors, linear_speed, loop, rollback
 from benchmarks.device.scale import FULL, SMOKE
 from benchmarks.device.timing import Timer
 from benchmarks.environment import ROOT, environment
+from specpaged.metrics import STAGES
 from specpaged_kernels import limits
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -35,23 +38,28 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.device", description=__doc__)
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON file")
     parser.add_argument("--smoke", action="store_true", help="tiny shapes in Triton's interpreter, nothing is timed")
+    parser.add_argument("--loop", action="store_true", help="the engine end to end, on a synthetic pair")
     options = parser.parse_args(arguments)
     if options.smoke != limits.interpreted():
         parser.error("--smoke and TRITON_INTERPRET=1 go together: the interpreter times nothing")
     if not options.smoke and not torch.cuda.is_available():
         parser.error("torch sees no CUDA device here; allowed: a machine with one, or --smoke with TRITON_INTERPRET=1")
     scale, timer = (SMOKE, None) if options.smoke else (FULL, Timer())
-    sections: dict[str, Callable[[], Any]] = {
-        "kernel_errors": lambda: kernel_errors.run(scale),
-        "exactness": lambda: exactness.run(scale),
-        "attention": lambda: attention_speed.run(scale, timer),
-    }
+    result: dict[str, Any] = {"device": _device(scale.on_gpu), "environment": environment(torch.get_num_threads())}
+    sections: dict[str, Callable[[], Any]] = {}
     if timer is not None:
         sections["bandwidth"] = lambda: {"copy": timer.copy_bandwidth(), "read": timer.read_bandwidth()}
-        sections["linear"] = lambda: linear_speed.run(scale, timer)
-        sections["rollback"] = lambda: rollback.run(scale, timer)
-        sections["end_to_end"] = lambda: exactness.end_to_end(scale)
-    result: dict[str, Any] = {"device": _device(scale.on_gpu), "environment": environment(torch.get_num_threads())}
+    if options.loop:
+        of_loop = loop.FULL if scale.on_gpu else loop.SMOKE
+        sections["loop"] = lambda: loop.run(of_loop, result.get("bandwidth", {}).get("read"))
+    else:
+        sections["kernel_errors"] = lambda: kernel_errors.run(scale)
+        sections["exactness"] = lambda: exactness.run(scale)
+        sections["attention"] = lambda: attention_speed.run(scale, timer)
+        if timer is not None:
+            sections["linear"] = lambda: linear_speed.run(scale, timer)
+            sections["rollback"] = lambda: rollback.run(scale, timer)
+            sections["end_to_end"] = lambda: exactness.end_to_end(scale)
     for name, run in sections.items():
         start = time.perf_counter()
         console.print(f"[dim]{name} ...[/]", end=" ")
@@ -60,9 +68,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         except Exception as error:  # the rest of the run is worth having
             result[name] = {"failed": f"{type(error).__name__}: {error}"[:2000]}
         console.print(f"{'failed' if 'failed' in result[name] else 'done'}, {time.perf_counter() - start:.0f} s")
-        if scale.on_gpu:  # whatever stops the run later
-            _write(result, options.out)
-        if scale.on_gpu:
+        if scale.on_gpu:  # now: whatever stops the run later
+            _write(result, options.out, "device-loop" if options.loop else "device")
             torch.cuda.empty_cache()
     _print_tables(result)
     print(json.dumps(result))
@@ -73,16 +80,20 @@ def succeeded(result: dict[str, Any]) -> bool:
     """Whether every section ran and every check of exactness holds."""
     if any("failed" in section for section in result.values()):
         return False
+    if "loop" in result:
+        return result["loop"]["identical"]["exact"]
     same = [check for checks in result["exactness"].values() for check in checks.values()]
     runs = result.get("end_to_end", {}).values()
     return all(same) and all(run["identical"] == run["prompts"] for run in runs)
 
 
-def _write(result: dict[str, Any], folder: Path) -> None:
+def _write(result: dict[str, Any], folder: Path, kind: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     device = re.sub(r"[^a-z0-9]+", "-", result["device"]["name"].lower()).strip("-")
-    name = f"device-{device}-{datetime.date.today().isoformat()}.json"
-    (folder / name).write_text(json.dumps(result) + "\n")
+    path = folder / f"{kind}-{device}-{datetime.date.today().isoformat()}.json"
+    path.write_text(json.dumps(result) + "\n")
+    if "cells" in result.get("loop", {}):
+        loop.draw(result["loop"], path.with_suffix(".png"))
 
 
 def _device(on_gpu: bool) -> dict[str, Any]:
@@ -107,13 +118,37 @@ def _print_tables(result: dict[str, Any]) -> None:
             console.print(f"[bold]{name}[/]")
             console.print_json(data=result[name])
     bandwidth = result.get("bandwidth", {}).get("read")
-    if bandwidth and isinstance(result["attention"], list):
+    if "cells" in result.get("loop", {}):
+        console.print(_loop_table(result["loop"]))
+    if bandwidth and isinstance(result.get("attention"), list):
         console.print(f"bandwidth: copy {result['bandwidth']['copy'] / 1e9:.0f} GB/s, read {bandwidth / 1e9:.0f} GB/s")
         console.print(_attention_table(result["attention"], result["bandwidth"]["copy"]))
     if isinstance(result.get("linear"), list):
         console.print(_linear_table(result["linear"]))
     if isinstance(result.get("rollback"), list):
         console.print(_rollback_table(result["rollback"]))
+
+
+def _loop_table(result: dict[str, Any]) -> Table:
+    title = f"{result['pair']}; {result['dtype']}, context {result['context_len']}"
+    table = Table(title=title, caption="ms a step; a stage that waits for the device holds its time")
+    columns = ("B", "numerics", "way", "K", "tokens/s", "step", "floor", *STAGES, "acceptance", "x plain")
+    for column in columns:
+        table.add_column(column, justify="right")
+    plain = {}
+    for cell in result["cells"]:
+        key = (cell["B"], cell["numerics"], cell["way"])
+        plain.setdefault(key, cell["tokens_per_second"])  # K = 0 comes first
+        acceptance = cell["acceptance_rate"]
+        table.add_row(
+            *(str(cell[name]) for name in ("B", "numerics", "way", "K")),
+            f"{cell['tokens_per_second']:.0f}", f"{cell['step_ms']['median']:.2f}",
+            f"{cell['floor_ms']:.2f}" if "floor_ms" in cell else "-",
+            *(f"{cell['stage_ms'][stage]:.2f}" for stage in STAGES),
+            "-" if acceptance is None else f"{acceptance:.0%}",
+            f"{cell['tokens_per_second'] / plain[key]:.2f}",
+        )  # fmt: skip
+    return table
 
 
 def _attention_table(entries: list[dict[str, Any]], bandwidth: float) -> Table:

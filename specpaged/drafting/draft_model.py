@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from specpaged.batch import RaggedRow, pack
+from specpaged.batch import RaggedBatch, RaggedRow, pack
 from specpaged.drafting.base import DraftOutput, DraftRow
 from specpaged.drafting.draft_steps import DraftSteps
 from specpaged.modeling.model_runner import ModelRunner
@@ -33,7 +33,8 @@ class DraftModelDrafter:
     def propose(self, rows: Sequence[DraftRow], sampling: SamplingBatch, num_requests: int) -> DraftOutput:
         """See Drafter.propose."""
         pending = [RaggedRow(row.token_ids, row.context_len, row.blocks, int(row.num_draft_tokens > 0)) for row in rows]
-        logits = self._catch_up(pending)
+        run = self._most_likely if sampling.takes_argmax else self._logits
+        scores = self._catch_up(pending, run)
         drafting = [row for row in rows if row.num_draft_tokens > 0]
         drafts: list[list[int]] = [[] for _ in range(num_requests)]
         if not drafting:
@@ -44,11 +45,14 @@ class DraftModelDrafter:
         sampled: list[Tensor] = []
         for step, request_idx in enumerate(steps.request_idx):
             if step > 0:
-                logits = self.runner.forward(steps.batch(step, sampled[-1]))[:, : self.vocab_size]
+                scores = run(steps.batch(step, sampled[-1]))
+            if sampling.takes_argmax:
+                sampled.append(scores)
+                continue
             seen = [step] * len(request_idx)
             if sampling.needs_processing and step > 0:  # which looks at the drafts so far
                 steps.distribute(sampled[-1:], drafts, step - 1)
-            processed = sampling.process(logits, request_idx, seen, drafts)
+            processed = sampling.process(scores, request_idx, seen, drafts)
             sampled.append(sampling.sample(processed, request_idx, seen)[0])
             if self.with_probs:
                 for i, row_probs in zip(request_idx, sampling.probs(processed).unbind(), strict=True):
@@ -59,20 +63,24 @@ class DraftModelDrafter:
             steps.distribute(sampled, drafts)
         return DraftOutput(drafts, [torch.stack(p) if p else None for p in probs])
 
-    def _forward(self, rows: Sequence[RaggedRow]) -> Tensor:
-        batch = pack(rows, self.runner.kv_cache.block_size, self.runner.model.device)
+    def _logits(self, batch: RaggedBatch) -> Tensor:
+        """[M, V]"""
         return self.runner.forward(batch)[:, : self.vocab_size]
 
-    def _catch_up(self, rows: Sequence[RaggedRow]) -> Tensor:
-        """Run all rows, in as many passes as the token budget asks for; logits [asked for, V] in row order."""
-        logits: list[Tensor] = []
+    def _most_likely(self, batch: RaggedBatch) -> Tensor:
+        """[M] int64"""
+        return self.runner.argmax(batch, self.vocab_size).token_ids
+
+    def _catch_up(self, rows: Sequence[RaggedRow], run: Callable[[RaggedBatch], Tensor]) -> Tensor:
+        """Run all rows, in as many passes as the token budget asks for; what `run` gives of them, in row order."""
+        scores: list[Tensor] = []
         chunk: list[RaggedRow] = []
         budget = self.max_num_batched_tokens
         for row in rows:
             start = 0
             while start < len(row.token_ids):
                 if budget == 0:
-                    logits.append(self._forward(chunk))
+                    scores.append(run(self._packed(chunk)))
                     chunk, budget = [], self.max_num_batched_tokens
                 end = min(len(row.token_ids), start + budget)
                 num_logits = row.num_logits if end == len(row.token_ids) else 0
@@ -80,7 +88,8 @@ class DraftModelDrafter:
                 budget -= end - start
                 start = end
         if chunk:
-            logits.append(self._forward(chunk))
-        if len(logits) == 1:
-            return logits[0]
-        return torch.cat(logits) if logits else torch.empty(0, self.vocab_size)
+            scores.append(run(self._packed(chunk)))
+        return scores[0] if len(scores) == 1 else torch.cat(scores)
+
+    def _packed(self, rows: Sequence[RaggedRow]) -> RaggedBatch:
+        return pack(rows, self.runner.kv_cache.block_size, self.runner.model.device)

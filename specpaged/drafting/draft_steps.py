@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from specpaged.batch import RaggedBatch
+from specpaged.batch import RaggedBatch, upload
 from specpaged.drafting.base import DraftRow
 
 
@@ -49,10 +49,9 @@ class DraftSteps:
         width = -(-(max(positions) + 1) // block_size)
         first = members[1]
         table = [[*row.blocks[:width], *[0] * (width - len(row.blocks))] for row in first]
-        wide = torch.tensor([*positions, *slots, *range(len(first)), *kept]).to(device)
-        narrow = torch.tensor(
-            [*(block for blocks in table for block in blocks), *positions, *range(len(first) + 1)], dtype=torch.int32
-        ).to(device)
+        wide = upload(torch.tensor([*positions, *slots, *range(len(first)), *kept]), device)
+        blocks = [block for row in table for block in row]
+        narrow = upload(torch.tensor([*blocks, *positions, *range(len(first) + 1)], dtype=torch.int32), device)
         total = len(positions)
         places, targets, self._rows, kept_idx = wide.split([total, total, len(first), len(kept)])
         table_idx, contexts, self._bounds = narrow.split([len(first) * width, total, len(first) + 1])

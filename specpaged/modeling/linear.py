@@ -140,6 +140,14 @@ class TritonKernel(nn.Module):
         """[rows, K] -> [rows, N]"""
         return self._linear(x, self.weight, self.bias)[:, : self.out_features]
 
+    def argmax(self, x: Tensor, num_ids: int) -> tuple[Tensor, Tensor]:
+        """[rows, K] -> [rows] int64, [rows] bool: the first num_ids columns' argmax, and whether there is one."""
+        from specpaged_kernels.linear import choose_tiles
+        from specpaged_kernels.lm_head import lm_head
+
+        tiles = choose_tiles(1, *self.weight.shape, x.dtype)  # the splits of K that `linear` has for the whole weight
+        return lm_head(x, self.weight[:num_ids], None if self.bias is None else self.bias[:num_ids], tiles)
+
 
 KERNELS = {"stock": StockKernel, "packed": PackedKernel, "cpp": CppKernel, "triton": TritonKernel}
 
@@ -173,6 +181,15 @@ class RowExactLinear(nn.Module):
         else:
             y = self._any_rows(flat)
         return y if x.dim() == 2 else y.view(*x.shape[:-1], self.out_features)
+
+    @property
+    def has_argmax(self) -> bool:
+        """Whether `argmax` spares the output."""
+        return isinstance(self.kernel, TritonKernel) and not self._upcast
+
+    def argmax(self, x: Tensor, num_ids: int) -> tuple[Tensor, Tensor]:
+        """See TritonKernel.argmax."""
+        return self.kernel.argmax(x, num_ids)
 
     def _any_rows(self, x: Tensor) -> Tensor:
         """x [rows, K] -> [rows, N], in pieces and with filler rows."""

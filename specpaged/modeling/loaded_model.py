@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from specpaged.modeling.attention import PagedPass
 from specpaged.modeling.numerics import AttentionScheme
 from specpaged.paging.kv_cache import KVSpec
 
@@ -38,6 +39,24 @@ class LoadedModel:
     exact: bool = True
     row_multiple: int = 1  # rows of a pass, and of its logits, are filled up to it
     num_threads: int = 1  # that the schemes were chosen for
+
+    @property
+    def has_argmax(self) -> bool:
+        """Whether the decoder has an argmax that spares the logits."""
+        return getattr(self.decoder, "has_argmax", False)
+
+    def run(
+        self,
+        token_ids: Tensor,  # [N] int64
+        positions: Tensor,  # [N] int64
+        paged_pass: PagedPass,
+        logits_idx: Tensor | None,  # [M] int64; None: every row
+        vocab_size: int | None,
+    ) -> tuple[Tensor, ...]:
+        """One pass: (logits [M, V],), or the argmax of their first vocab_size columns ([M] int64, [M] bool)."""
+        if vocab_size is None:
+            return (self.decoder(token_ids, positions, paged_pass, logits_idx),)
+        return self.decoder.argmax(token_ids, positions, paged_pass, logits_idx, vocab_size)
 
 
 def held_bytes(module: nn.Module) -> int:

@@ -56,13 +56,14 @@ def load_model(
     placement = (device, source.dtype, geometries, block_size, source.vocab_size, numerics)
     backend, not_ours = choose_backend(attention_backend, *placement)
     group = max(hq // hkv for hq, hkv, _ in geometries)
+    synthetic = getattr(config, "synthetic", None)  # see specpaged.testing
     facts = dict(
         implementation=source.implementation,
         not_flat=not_flat,
         not_ours=not_ours,
         hf_config=config,
         name=model,
-        architecture=source.architecture,
+        architecture=source.architecture + (f" ({synthetic})" if synthetic else ""),
         dtype=source.dtype,
         device=device,
         vocab_size=source.vocab_size,

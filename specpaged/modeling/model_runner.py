@@ -2,40 +2,74 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from specpaged.batch import RaggedBatch
 from specpaged.modeling.backend import new_pass
+from specpaged.modeling.cuda_graphs import CudaGraphs
 from specpaged.modeling.loaded_model import LoadedModel
 from specpaged.paging.kv_cache import PagedKVCache
+
+
+class Argmax(NamedTuple):
+    """The most likely token of each row of logits, where nothing else is asked of them."""
+
+    token_ids: Tensor  # [M] int64; of equals the lowest, and any id where not ok
+    ok: Tensor  # [M] bool: False where the row's maximum is NaN or -inf
+
+    @classmethod
+    def of(cls, logits: Tensor) -> Argmax:
+        """That of logits [M, V]."""
+        values, token_ids = logits.max(dim=-1)
+        return cls(token_ids, values > float("-inf"))
 
 
 class ModelRunner:
     """Runs packed batches. Blocks, lengths and tokens come as values in each batch; who allocated them is unknown here.
 
     `gathered_bytes` and `filler_rows` count over the runner's life; filler rows are those of passes and of their
-    logits, not what a single kernel adds to its own tiles.
+    logits, not what a single kernel adds to its own tiles, nor what fills up a captured pass. With `graphs`, passes
+    that fit are replayed.
     """
 
-    def __init__(self, model: LoadedModel, kv_cache: PagedKVCache):
+    def __init__(self, model: LoadedModel, kv_cache: PagedKVCache, graphs: CudaGraphs | None = None):
         if kv_cache.kv_spec != model.kv_spec:
             raise ValueError(f"kv_cache must have the model's layers {model.kv_spec}, got {kv_cache.kv_spec}")
         self.model = model
         self.kv_cache = kv_cache
+        self.graphs = graphs
         self.gathered_bytes = 0
         self.filler_rows = 0
 
     @torch.inference_mode()
     def forward(self, batch: RaggedBatch) -> Tensor:
         """Writes the KV of the batch's N tokens and returns the logits that it asks for, [M, V] float32."""
+        return self._run(batch, None)[0].float()
+
+    @torch.inference_mode()
+    def argmax(self, batch: RaggedBatch, vocab_size: int) -> Argmax:
+        """As `forward`, and what its logits' first vocab_size columns come to.
+
+        Where the decoder's output layer has an argmax of its own, the logits themselves are never in memory.
+        """
+        if self.model.has_argmax and len(batch.logits_idx):
+            return Argmax(*self._run(batch, vocab_size))
+        return Argmax.of(self.forward(batch)[:, :vocab_size])
+
+    def _run(self, batch: RaggedBatch, vocab_size: int | None) -> tuple[Tensor, ...]:
+        """See LoadedModel.run; of the batch's M rows."""
         model = self.model
         if model.exact and torch.get_num_threads() != model.num_threads:
             raise RuntimeError(
                 f"the model was loaded for numerics='exact' with {model.num_threads} threads and runs with "
                 f"{torch.get_num_threads()}: call torch.set_num_threads before loading it"
             )
+        if self.graphs is not None and self.graphs.fits(batch):
+            return self.graphs.run(batch, vocab_size)
         num_tokens, num_logits = batch.num_tokens, batch.logits_idx.shape[0]
         multiple = model.row_multiple
         filler = -num_tokens % multiple
@@ -49,6 +83,6 @@ class ModelRunner:
             logits_idx = F.pad(batch.logits_idx, (0, logits_filler))
             self.filler_rows += logits_filler
         paged_pass = new_pass(model, batch, num_tokens + filler, self.kv_cache.layers)
-        logits = model.decoder(token_ids, positions, paged_pass, logits_idx)
+        outputs = model.run(token_ids, positions, paged_pass, logits_idx, vocab_size)
         self.gathered_bytes += paged_pass.gathered_bytes
-        return logits[:num_logits].float()
+        return tuple(output[:num_logits] for output in outputs)

@@ -32,6 +32,16 @@ class SamplingBatch:
         # The drafter's noise at (request, t) is the target's: kept from proposing to verifying.
         self._noise: dict[tuple[int, int], Tensor] = {}
 
+    @property
+    def takes_argmax(self) -> bool:
+        """Whether each token is its row's most likely one: nothing else is asked of the logits to choose it."""
+        return self.all_greedy and not self.needs_processing
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether any request asks for those of its output."""
+        return any(request.params.logprobs is not None for request in self.requests)
+
     def output_idx(self, request_idx: int, num_drafts_seen: int) -> int:
         """The output index t that a row decides."""
         return len(self.requests[request_idx].output_token_ids) + num_drafts_seen

@@ -1,6 +1,6 @@
 """The device benchmark, on tiny shapes in the interpreter: what it checks is right. Timing needs a GPU."""
 
-from benchmarks.device import rollback
+from benchmarks.device import loop, rollback
 from benchmarks.device.__main__ import main, succeeded
 
 
@@ -22,6 +22,25 @@ def test_every_check_passes(capsys):
     result["exactness"]["float16"]["linear"] = False
     assert not succeeded(result)
     assert capsys.readouterr().out.rstrip().endswith("}")
+
+
+def test_the_loop_decodes_the_same_in_every_way(capsys, tmp_path):
+    result = main(["--smoke", "--loop"])
+    cells = result["loop"]["cells"]
+    assert [(cell["B"], cell["K"]) for cell in cells] == 2 * [(1, 0), (1, 2), (3, 0), (3, 2)]
+    assert all(cell["acceptance_rate"] > 0.3 for cell in cells if cell["K"])
+    assert result["loop"]["pair"].startswith("synthetic: ")
+    assert succeeded(result)
+    loop.draw(result["loop"], tmp_path / "loop.png")
+    assert (tmp_path / "loop.png").stat().st_size > 10_000
+    result["loop"]["identical"]["exact"] = False
+    assert not succeeded(result)
+    assert capsys.readouterr().out.rstrip().endswith("}")
+
+
+def test_runs_agree_as_far_as_the_shortest_of_them_came():
+    assert loop._agree([[[1, 2, 3], [4]], [[1, 2], [4, 5]]])
+    assert not loop._agree([[[1, 2, 3], [4]], [[1, 9], [4, 5]]])
 
 
 def test_truncation_leaves_the_page_tables_as_they_were():

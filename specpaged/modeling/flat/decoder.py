@@ -93,6 +93,27 @@ class FlatDecoder(nn.Module):
 
     def forward(self, token_ids: Tensor, positions: Tensor, paged_pass: PagedPass, logits_idx: Tensor | None) -> Tensor:
         """token_ids and positions [N] int64, logits_idx [M] int64 (None: all rows) -> [M, V]"""
+        return self.finished(self.output(self._normed(token_ids, positions, paged_pass, logits_idx)))
+
+    @property
+    def has_argmax(self) -> bool:
+        """Whether the output layer has an argmax of its own, and what follows it here could not make ties."""
+        plain = self.logits_divisor == 1.0 and self.final_softcap is None
+        return plain and getattr(self.output, "has_argmax", False)
+
+    def argmax(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        paged_pass: PagedPass,
+        logits_idx: Tensor | None,
+        vocab_size: int,
+    ) -> tuple[Tensor, Tensor]:
+        """The most likely of the first vocab_size ids [M] int64, and whether the row has one [M] bool; no logits."""
+        return self.output.argmax(self._normed(token_ids, positions, paged_pass, logits_idx), vocab_size)
+
+    def _normed(self, token_ids: Tensor, positions: Tensor, paged_pass: PagedPass, logits_idx: Tensor | None) -> Tensor:
+        """What the output layer reads: [M, H]."""
         x = F.embedding(token_ids, self.embedding)
         if self.embedding_multiplier != 1.0:
             x = x * self.embedding_multiplier
@@ -104,8 +125,7 @@ class FlatDecoder(nn.Module):
         last = len(self.layers) - 1
         for layer_idx, layer in enumerate(self.layers):
             x, added = layer(x, added, rotations, paged_pass, logits_idx if layer_idx == last else None)
-        _, normed = self.final_norm.add(x, added)
-        return self.finished(self.output(normed))
+        return self.final_norm.add(x, added)[1]
 
     def finished(self, logits: Tensor) -> Tensor:
         """[M, V]: what a family does to the output layer's logits."""

@@ -1,0 +1,213 @@
+"""Passes over static buffers, repeated for other batches, in the interpreter; and what a capture could not take.
+
+A capture needs a GPU. Here a pass is "captured" by keeping it, and replayed by running it again: what it computes then
+comes from the static buffers alone, for its batch has lost its host copies.
+"""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from triton.runtime.interpreter import InterpretedFunction
+
+from specpaged import LLM, SamplingParams
+from specpaged.batch import RaggedRow, pack
+from specpaged.modeling import cuda_graphs
+from specpaged.modeling.cuda_graphs import Bucket, CudaGraphs
+from specpaged.modeling.loading import load_model
+from specpaged.modeling.model_runner import ModelRunner
+from specpaged.paging.kv_cache import PagedKVCache
+from specpaged.report import ModelReport
+from tests import toys
+from tests.modeling.families import save_toy
+from tests.modeling.world import random_tokens
+
+WAIT_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, RuntimeError)
+BLOCK_SIZE, NUM_BLOCKS, MAX_MODEL_LEN = 16, 24, 64
+
+
+class Kept:
+    """Keeps a pass instead of capturing it."""
+
+    def __init__(self):
+        self.num_captured = self.num_replayed = 0
+
+    def __call__(self, run):
+        run()  # as a capture's warm-up does
+        self.num_captured += 1
+
+        def replay():
+            self.num_replayed += 1
+            return run()
+
+        return replay
+
+
+def with_graphs(runner: ModelRunner, max_model_len: int = MAX_MODEL_LEN) -> Kept:
+    kept = Kept()
+    runner.graphs = CudaGraphs(runner.model, runner.kv_cache, max_model_len, record=kept)
+    return kept
+
+
+@pytest.fixture
+def model(toy_pair):
+    return load_model(toy_pair.target, max_model_len=MAX_MODEL_LEN, attention_backend="triton")
+
+
+@pytest.fixture
+def short_contexts(monkeypatch):
+    monkeypatch.setattr(cuda_graphs, "SHORTEST_CONTEXT", 16)
+
+
+def test_a_batch_has_the_smallest_bucket_that_it_fits(model, short_contexts):
+    graphs = CudaGraphs(model, PagedKVCache(model.kv_spec, NUM_BLOCKS, 16, model.dtype, "cpu"), 50, record=Kept())
+
+    def bucket(*rows: tuple[int, int, int]) -> Bucket:
+        """(tokens, context_len, num_logits) of each sequence"""
+        return graphs.bucket(pack([RaggedRow([1] * n, length, [1, 2, 3, 4], m) for n, length, m in rows], 16), 7)
+
+    assert bucket((1, 0, 1)) == Bucket(1, 16, True, 7)
+    assert bucket((1, 15, 1)) == Bucket(1, 16, True, 7)
+    assert bucket((1, 16, 1), (2, 0, 1), (2, 0, 2)) == Bucket(8, 32, False, 7)
+    assert bucket((9, 33, 9)) == Bucket(16, 50, True, 7)
+    assert graphs.fits(pack([RaggedRow([1] * 256, 0, list(range(16)), 1)], 16))
+    assert not graphs.fits(pack([RaggedRow([1] * 257, 0, list(range(17)), 1)], 16))
+
+
+@pytest.mark.parametrize("vocab_size", [None, 290])
+def test_a_replayed_pass_computes_what_an_eager_one_does(model, short_contexts, vocab_size):
+    """Ragged batches of any kind, one after the other on the same buffers; KV and results bit for bit."""
+    eager, graphed = (
+        ModelRunner(model, PagedKVCache(model.kv_spec, NUM_BLOCKS, BLOCK_SIZE, model.dtype, "cpu")) for _ in range(2)
+    )
+    kept = with_graphs(graphed)
+    for runner in (eager, graphed):
+        for layer in runner.kv_cache.layers:
+            layer.zero_()
+    rng = random.Random(3)
+    for step in range(8):
+        blocks = random.Random(step).sample(range(1, NUM_BLOCKS + 1), NUM_BLOCKS)
+        rows = []
+        for _ in range(rng.randint(1, 3)):
+            num_tokens, context_len = rng.choice([1, 1, 2, 3]), rng.randint(0, 29)
+            own = [blocks.pop() for _ in range(-(-(context_len + num_tokens) // BLOCK_SIZE))]
+            num_logits = num_tokens if step % 2 else rng.randint(0, 1)
+            rows.append(RaggedRow(random_tokens(num_tokens, step), context_len, own, num_logits))
+        batch = pack(rows, BLOCK_SIZE)
+        if vocab_size is None:
+            expected, got = (runner.forward(batch) for runner in (eager, graphed))
+            assert torch.equal(got, expected)
+        else:
+            expected, got = (runner.argmax(batch, vocab_size) for runner in (eager, graphed))
+            assert torch.equal(got.token_ids, expected.token_ids)
+            assert torch.equal(got.ok, expected.ok)
+            logits = eager.forward(batch)[:, :vocab_size]
+            assert torch.equal(got.token_ids, logits.argmax(dim=-1))
+        for ours, theirs in zip(graphed.kv_cache.layers, eager.kv_cache.layers, strict=True):
+            assert torch.equal(ours, theirs)
+    assert 1 < kept.num_captured < kept.num_replayed
+
+
+def test_an_engine_on_replayed_passes_decodes_what_an_eager_one_does(toy_pair):
+    prompts = toys.prompts(3, seed=5, longest=12)
+    greedy = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    sampled = SamplingParams(temperature=0.8, seed=3, max_tokens=5, ignore_eos=True, logprobs=2)
+
+    def outputs(backend: str, graphs: bool, wanted: list[SamplingParams]) -> list[list[int]]:
+        llm = LLM(
+            toy_pair.target,
+            speculative_config={"model": toy_pair.draft, "num_speculative_tokens": 3},
+            attention_backend=backend,
+            max_model_len=64,
+            max_num_batched_tokens=32,
+        )
+        kept = [with_graphs(runner) for runner in (llm.engine.target, llm.engine.draft)] if graphs else []
+        results = llm.generate(prompts, wanted, use_tqdm=False)
+        assert all(k.num_captured for k in kept)
+        assert not kept or sum(k.num_captured for k in kept) < sum(k.num_replayed for k in kept)
+        return [result.outputs[0].token_ids for result in results]
+
+    for wanted in ([greedy] * 3, [greedy, sampled, greedy]):  # of the former, the argmax alone
+        assert outputs("triton", True, wanted) == outputs("torch", False, wanted)
+
+
+def launch_nothing(monkeypatch) -> None:
+    """A fake tensor has no memory for a kernel."""
+    monkeypatch.setattr(InterpretedFunction, "__getitem__", lambda self, grid: lambda *args, **kwargs: None)
+
+
+def make_runner(family: str, directory: Path) -> ModelRunner:
+    path = save_toy(directory, family)
+    model = load_model(str(path), max_model_len=MAX_MODEL_LEN, attention_backend="triton", model_impl="flat")
+    return ModelRunner(model, PagedKVCache(model.kv_spec, NUM_BLOCKS, BLOCK_SIZE, model.dtype, "cpu"))
+
+
+def run_on_fakes(runner: ModelRunner) -> list[tuple[int, ...]]:
+    """Both kinds of passes as they would be captured, on fake tensors: the shapes of what they return."""
+    shapes = []
+
+    def record(run):
+        run()
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            shapes.extend(tuple(output.shape) for output in run())
+        return run
+
+    graphs = CudaGraphs(runner.model, runner.kv_cache, MAX_MODEL_LEN, record=record)
+    rows = [RaggedRow([5, 6, 7], 4, [1], 1), RaggedRow([8], 17, [2, 3], 1)]
+    with torch.inference_mode():
+        graphs.run(pack(rows, BLOCK_SIZE), None)
+        if runner.model.has_argmax:
+            graphs.run(pack(rows, BLOCK_SIZE), 100)
+    return shapes
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "granite", "glm4"])
+def test_nothing_in_a_pass_waits_for_the_device(family, tmp_path, monkeypatch):
+    runner = make_runner(family, tmp_path)
+    launch_nothing(monkeypatch)
+    logits = [(4, runner.model.vocab_size)]
+    assert run_on_fakes(runner) == ([*logits, (4,), (4,)] if runner.model.has_argmax else logits)
+
+
+WAITS = {
+    "item": lambda x: x.sum().item(),
+    "tolist": lambda x: x.tolist(),
+    "numpy": lambda x: x.numpy(),
+    "bool": lambda x: bool((x > 0).any()),
+    "nonzero": lambda x: x.nonzero(),
+}
+
+
+def test_what_waits_for_the_device_is_seen(tmp_path, monkeypatch):
+    runner = make_runner("qwen3", tmp_path)
+    launch_nothing(monkeypatch)
+    gate = runner.model.decoder.layers[0].gate
+    forward = gate.forward
+    for name, wait in WAITS.items():
+
+        def planted(x, wait=wait):
+            if isinstance(x, FakeTensor):
+                wait(x)
+            return forward(x)
+
+        monkeypatch.setattr(gate, "forward", planted)
+        with pytest.raises(Exception) as raised:
+            run_on_fakes(runner)
+        assert isinstance(raised.value, WAIT_ERRORS), (name, raised.value)
+
+
+def test_the_report_says_why_passes_are_not_captured(model, monkeypatch):
+    assert CudaGraphs.why_not(model, enforce_eager=False) == "no GPU"
+    monkeypatch.setattr(model, "device", torch.device("cuda"))
+    runner = ModelRunner(model, PagedKVCache(model.kv_spec, NUM_BLOCKS, BLOCK_SIZE, model.dtype, "cpu"))
+    assert ModelReport.of("target", runner, enforce_eager=False).decoder.endswith(", CUDA graphs")
+    assert ModelReport.of("target", runner, enforce_eager=True).decoder.endswith(", eager (enforce_eager)")
+    monkeypatch.setattr(model, "backend", "torch")
+    assert "only the flat decoder" in ModelReport.of("target", runner, enforce_eager=False).decoder
