@@ -16,8 +16,10 @@ RESULTS = pytest.StashKey[dict]()
 def pytest_addoption(parser):
     group = parser.getgroup("specpaged")
     group.addoption("--threads", type=int, default=1, help="Torch threads, for every contender.")
-    group.addoption("--rounds", type=int, help="Rounds at every B (default: 5, and 3 at B = 32).")
-    group.addoption("--waves", type=int, help="Full batches of prompts in a round (default: 8, 4, 2 at B = 1, 8, 32).")
+    group.addoption("--rounds", type=int, help="Rounds at every B (default: 5, and 3 from B = 32 on).")
+    group.addoption(
+        "--waves", type=int, help="Full batches of prompts in a round (default: 8, 4, 2, 1 at B = 1, 8, 32, 128)."
+    )
     group.addoption(
         "--out",
         type=Path,
@@ -51,18 +53,15 @@ def threads(pytestconfig):
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    throughput = config.stash[RESULTS].get("throughput")
-    if not throughput:
-        return
     from benchmarks.table import print_tables
 
     terminalreporter.ensure_newline()
-    print_tables(throughput)
+    print_tables(config.stash[RESULTS])
 
 
 def pytest_unconfigure(config):
     results = config.stash.get(RESULTS, {})
-    if not {"throughput", "paging"} & results.keys():
+    if not {"throughput", "k_sweep", "paging"} & results.keys():
         return
     out = config.getoption("--out")
     if out is not None:

@@ -13,10 +13,9 @@ from specpaged.prompts import evenly_spread, load_prompts
 
 OUTPUT_LEN = 64
 NUM_DRAFTS = 5
-# A CPU's time grows with the rows of a pass: drafting less pays, and the more so the more sequences there are.
-NUM_DRAFTS_BY_BATCH = [[1, 16, 3], [17, 256, 2]]
 
 PLAIN_EXACT, PLAIN_FAST = "plain exact", "plain fast"
+SPECULATIVE_EXACT = "speculative exact"
 PLAIN = (PLAIN_EXACT, PLAIN_FAST)
 
 
@@ -38,11 +37,9 @@ class Field:
         self._makers = {
             PLAIN_EXACT: lambda name: Ours(name, "exact", OUTPUT_LEN, num_speculative_tokens=0),
             PLAIN_FAST: lambda name: Ours(name, "fast", OUTPUT_LEN, num_speculative_tokens=0),
-            "speculative exact": lambda name: Ours(name, "exact", OUTPUT_LEN, num_speculative_tokens=NUM_DRAFTS),
-            "speculative fast": lambda name: Ours(name, "fast", OUTPUT_LEN, num_speculative_tokens=NUM_DRAFTS),
-            "speculative exact, K by batch": lambda name: Ours(
-                name, "exact", OUTPUT_LEN, num_speculative_tokens_per_batch_size=NUM_DRAFTS_BY_BATCH
-            ),
+            SPECULATIVE_EXACT: lambda name: Ours(name, "exact", OUTPUT_LEN),  # K is the default for each B
+            "speculative fast": lambda name: Ours(name, "fast", OUTPUT_LEN),
+            "speculative exact, K = 5": lambda name: Ours(name, "exact", OUTPUT_LEN, num_speculative_tokens=NUM_DRAFTS),
             "transformers generate": lambda name: Generate(name, OUTPUT_LEN),
             "transformers assisted": lambda name: Generate(name, OUTPUT_LEN, assistant={}),
             "transformers assisted, K = 5": lambda name: Generate(
@@ -73,6 +70,7 @@ class Field:
 
 
 def sample_prompts(count: int) -> list[list[int]]:
-    """Token ids of `count` of the embedded prompts, evenly spread."""
+    """Token ids of `count` of the embedded prompts, evenly spread; of more than there are, from the first on again."""
     tokenizer = load_tokenizer(EMBEDDED_TARGET, False)
-    return [tokenizer.encode(record.text) for record in evenly_spread(load_prompts(None), count)]
+    prompts = [tokenizer.encode(record.text) for record in evenly_spread(load_prompts(None), count)]
+    return [prompts[i % len(prompts)] for i in range(count)]

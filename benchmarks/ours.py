@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from specpaged import LLM, SamplingParams
 from specpaged.metrics import EngineMetrics
 
 MAX_MODEL_LEN = 512
-MAX_NUM_SEQS = 32
+MAX_NUM_SEQS = 128
 MAX_NUM_BATCHED_TOKENS = 2048
 
 
@@ -23,6 +23,7 @@ class Run:
     token_ids: list[list[int]]
     seconds: float
     metrics: EngineMetrics | None = None  # of this run alone; None for transformers
+    forward_seconds: float | None = None  # in the models' passes, both of them
 
     @property
     def tokens_per_second(self) -> float:
@@ -44,6 +45,19 @@ class Ours:
             max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
         )
         self.params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False)
+        self.forward_seconds = 0.0
+        for runner in (self.llm.engine.target, self.llm.engine.draft):
+            if runner is not None:
+                runner.model.run = self._clocked(runner.model.run)
+
+    def _clocked(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            start = time.perf_counter()
+            result = function(*arguments)
+            self.forward_seconds += time.perf_counter() - start
+            return result
+
+        return call
 
     def num_draft_tokens(self, batch_size: int) -> int:
         """K with this many sequences running."""
@@ -52,18 +66,21 @@ class Ours:
     def prepare(self, batch_size: int) -> None:
         """Nothing depends on B: max_num_seqs is the largest one."""
 
-    def run(self, prompts: Sequence[Sequence[int]], batch_size: int) -> Run:
+    def run(self, prompts: Sequence[Sequence[int]], batch_size: int, k: int | None = None) -> Run:
+        """See Contender; `k` is the requests' own K, at most the engine's."""
         engine = self.llm.engine
-        engine.metrics = EngineMetrics()
+        engine.metrics, self.forward_seconds = EngineMetrics(), 0.0
+        params = self.params if k is None else replace(self.params, extra_args={"num_speculative_tokens": k})
         waiting = deque(enumerate(prompts))
         token_ids: dict[str, list[int]] = {}
         start = time.perf_counter()
         while waiting or engine.has_unfinished_requests:
             while waiting and len(engine.requests) < batch_size:
                 index, prompt = waiting.popleft()
-                engine.add_request(str(index), prompt, self.params)
+                engine.add_request(str(index), prompt, params)
             for output in engine.step():
                 token_ids[output.request_id] = output.outputs[0].token_ids
         seconds = time.perf_counter() - start
         engine.check_integrity()
-        return Run([token_ids[str(i)] for i in range(len(prompts))], seconds, engine.metrics)
+        in_order = [token_ids[str(i)] for i in range(len(prompts))]
+        return Run(in_order, seconds, engine.metrics, self.forward_seconds)

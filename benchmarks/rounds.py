@@ -96,6 +96,11 @@ class Rounds:
             "ms_per_step": round(wall / steps * 1e3, 3),
             "stage_shares": {stage: round(share, 4) for stage, share in shares.items()},
         }
+        outside = wall - sum(runs[name].forward_seconds for runs in self.rounds)
+        entry["outside_forwards"] = {
+            "share": round(outside / wall, 4),
+            "us_per_sequence_and_step": round(outside / steps / self.batch_size * 1e6, 2),
+        }
         drafts = sum(m.drafts for m in metrics)
         if drafts:
             accepted = sum(m.accepted_tokens for m in metrics)

@@ -10,14 +10,38 @@ from rich.table import Table
 STAGES = ("schedule", "propose", "score", "verify", "commit", "outside")
 
 
-def print_tables(throughput: dict[str, Any]) -> None:
-    """Two tables per B: who was how fast, and where our own time went."""
+def print_tables(results: dict[str, Any]) -> None:
+    """Two tables per B: who was how fast, and where our own time went; then what K would have been best."""
     console = Console(width=150)
-    for batch_size, result in throughput.items():
+    for batch_size, result in results.get("throughput", {}).items():
         console.print(_speeds(batch_size, result))
         ratio = result["exact_over_fast"]
         console.print(f"exact / fast, plain: {ratio['median']:.2f} ({ratio['min']:.2f}-{ratio['max']:.2f})")
         console.print(_stages(batch_size, result))
+
+    if "k_sweep" in results:
+        console.print(_sweep(results["k_sweep"]))
+    for model, entry in results.get("draft_step", {}).items():
+        console.print(
+            f"draft step, {model}: flat {entry['flat_ms']:.3f} ms, through transformers' modules "
+            f"{entry['transformers_ms']:.3f} ms: {entry['ratio']:.1f} x"
+        )
+    for name, entry in results.get("memory", {}).items():
+        console.print(
+            f"memory, {name}: peak {entry['peak'] / 2**20:.0f} MiB = {entry['imports'] / 2**20:.0f} (imports) + "
+            f"{entry['floor'] / 2**20:.0f} (weights and pools) + {entry['rest'] / 2**20:.0f}"
+        )
+
+
+def _sweep(sweep: dict[str, Any]) -> Table:
+    table = Table(title="speculative exact / K = 0, by K", caption="one engine, medians of the rounds' ratios")
+    ks = next(iter(sweep.values()))["over_plain"]
+    for column in ("B", *(f"K = {k}" for k in ks), "best", "default"):
+        table.add_column(column, justify="right")
+    for batch_size, entry in sweep.items():
+        ratios = (f"{ratio['median']:.2f}" for ratio in entry["over_plain"].values())
+        table.add_row(batch_size, *ratios, str(entry["best"]), str(entry["default"]))
+    return table
 
 
 def _speeds(batch_size: str, result: dict[str, Any]) -> Table:
@@ -49,14 +73,21 @@ def _speeds(batch_size: str, result: dict[str, Any]) -> Table:
 
 
 def _stages(batch_size: str, result: dict[str, Any]) -> Table:
-    table = Table(title=f"B = {batch_size}: where our time goes", caption="prefill included")
+    table = Table(
+        title=f"B = {batch_size}: where our time goes",
+        caption="prefill included; not forward: all time outside of the models' passes, and us by sequence and step",
+    )
     table.add_column("contender", no_wrap=True)
-    for column in ("steps", "ms/step", *STAGES):
+    for column in ("steps", "ms/step", *STAGES, "not forward", "us/seq/step"):
         table.add_column(column, justify="right")
     for name, entry in result["contenders"].items():
         if "stage_shares" in entry:
             shares = (f"{entry['stage_shares'][stage]:.1%}" for stage in STAGES)
-            table.add_row(name, str(entry["steps"]), f"{entry['ms_per_step']:.2f}", *shares)
+            outside = entry["outside_forwards"]
+            table.add_row(
+                name, str(entry["steps"]), f"{entry['ms_per_step']:.2f}", *shares,
+                f"{outside['share']:.1%}", f"{outside['us_per_sequence_and_step']:.1f}",
+            )  # fmt: skip
     return table
 
 

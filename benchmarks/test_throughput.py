@@ -1,14 +1,16 @@
-"""Tokens per second of the same prompts, decoded by ourselves and by transformers, at B = 1, 8, 32."""
+"""Tokens per second of the same prompts, decoded by ourselves and by transformers, at B = 1, 8, 32, 128; and by K."""
 
 import pytest
 
 from benchmarks.ceiling import forward_seconds
-from benchmarks.contenders import NUM_DRAFTS, OUTPUT_LEN, PLAIN_EXACT, Field, sample_prompts
+from benchmarks.contenders import NUM_DRAFTS, OUTPUT_LEN, PLAIN_EXACT, SPECULATIVE_EXACT, Field, sample_prompts
+from benchmarks.k_sweep import KSweep
 from benchmarks.rounds import Rounds
 from benchmarks.transformers_contenders import missing_for_generate_batch
 
-WAVES = {1: 8, 8: 4, 32: 2}  # full batches of prompts in a round
-ROUNDS = {1: 5, 8: 5, 32: 3}
+WAVES = {1: 8, 8: 4, 32: 2, 128: 1}  # full batches of prompts in a round
+ROUNDS = {1: 5, 8: 5, 32: 3, 128: 3}
+BATCH_SIZES = pytest.mark.parametrize("batch_size", list(WAVES), ids="B{}".format)
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +22,7 @@ def field(threads):
 
 
 @pytest.mark.benchmark(group="a round of all contenders")
-@pytest.mark.parametrize("batch_size", [1, 8, 32], ids="B{}".format)
+@BATCH_SIZES
 def test_throughput(benchmark, field, results, pytestconfig, batch_size):
     num_rounds = pytestconfig.getoption("--rounds") or ROUNDS[batch_size]
     prompts_per_round = batch_size * (pytestconfig.getoption("--waves") or WAVES[batch_size])
@@ -37,9 +39,18 @@ def test_throughput(benchmark, field, results, pytestconfig, batch_size):
     outputs = rounds.rounds[0][PLAIN_EXACT].token_ids[:batch_size]
     sequences = [[*prompt, *output] for prompt, output in zip(rounds.prompts(0), outputs, strict=False)]
     forward = forward_seconds(
-        [c for c in contenders if c.name in ("speculative exact", "speculative fast")],
+        [c for c in contenders if c.name in (SPECULATIVE_EXACT, "speculative fast")],
         sequences,
         [len(sequence) - OUTPUT_LEN // 2 for sequence in sequences],
-        sorted({1, 2, 3, 4, NUM_DRAFTS + 1}),
+        sorted({1, 2, 3, 4, 5, NUM_DRAFTS + 1}),
     )
     results.setdefault("throughput", {})[str(batch_size)] = rounds.summary(forward)
+
+
+@pytest.mark.benchmark(group="a round of every K")
+@BATCH_SIZES
+def test_k_sweep(benchmark, threads, results, batch_size):
+    prompts_per_round = batch_size * max(1, WAVES[batch_size] // 2)
+    sweep = KSweep(sample_prompts(prompts_per_round), batch_size)
+    benchmark.pedantic(sweep.play, rounds=3 if batch_size < 128 else 2, iterations=1, warmup_rounds=0)
+    results.setdefault("k_sweep", {})[str(batch_size)] = sweep.summary()

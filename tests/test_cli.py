@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from specpaged import cli
 from specpaged.cli import app
 from specpaged.engine import Engine
+from specpaged.modeling.model_runner import ModelRunner
 from specpaged.verification.coupled import CoupledVerifier
 
 FLAGS = [
@@ -284,17 +285,17 @@ def test_numbers_below_their_minimum_exit_with_2(specpaged, prompts, flag):
 
 
 def test_a_request_that_fails_among_others_is_told_and_exits_with_1(specpaged, prompts, tmp_path, monkeypatch):
-    verify = CoupledVerifier.verify
+    argmax = ModelRunner.argmax
     poisoned = []
 
-    def poison(self, logits, draft, sampling):
+    def poison(self, batch, vocab_size):
+        result = argmax(self, batch, vocab_size)
         if not poisoned:
             poisoned.append(True)
-            logits = logits.clone()
-            logits[0] = float("nan")
-        return verify(self, logits, draft, sampling)
+            result.ok[0] = False
+        return result
 
-    monkeypatch.setattr(CoupledVerifier, "verify", poison)
+    monkeypatch.setattr(ModelRunner, "argmax", poison)
     output = tmp_path / "completions.jsonl"
     result = specpaged("generate", "--prompts", prompts, "--output", output, "--num-speculative-tokens", 0, *SHORT)
     assert result.exit_code == 1
