@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -32,27 +32,57 @@ class DraftModelDrafter:
 
     def propose(self, rows: Sequence[DraftRow], sampling: SamplingBatch, num_requests: int) -> DraftOutput:
         """See Drafter.propose."""
-        pending = [RaggedRow(row.token_ids, row.context_len, row.blocks, int(row.num_draft_tokens > 0)) for row in rows]
-        run = self._most_likely if sampling.takes_argmax else self._logits
-        scores = self._catch_up(pending, run)
         drafting = [row for row in rows if row.num_draft_tokens > 0]
         drafts: list[list[int]] = [[] for _ in range(num_requests)]
+        no_probs = [None] * num_requests
+        passes = [self._packed(chunk) for chunk in self._chunks(rows)]
         if not drafting:
-            return DraftOutput(drafts, [None] * num_requests)
+            for batch in passes:
+                self.runner.forward(batch)
+            return DraftOutput(drafts, no_probs)
         steps = DraftSteps(drafting, self.runner.kv_cache.block_size, self.runner.model.device)
+        if sampling.takes_argmax:
+            steps.distribute(self._greedy(passes, steps), drafts)
+            return DraftOutput(drafts, no_probs)
+        return DraftOutput(drafts, self._sample(passes, steps, sampling, drafts))
+
+    def _greedy(self, passes: Sequence[RaggedBatch], steps: DraftSteps) -> list[Tensor]:
+        """The tokens of each step. Nothing is asked of the host between the passes."""
+        if len(passes) > 1:  # rows of the first step are in several of them
+            first = torch.cat([self.runner.argmax(batch, self.vocab_size).token_ids for batch in passes])
+            if len(steps) == 1:
+                return [first]
+            kept = steps.kept[1]
+            batches = [steps.batch(1, first if kept is None else first.index_select(0, kept))]
+            found, next_step = [first], 2
+        else:
+            batches, found, next_step = [passes[0]], [], 1
+        # A batch's own tokens are those of the pass before it.
+        batches += [steps.batch(step, batches[0].token_ids) for step in range(next_step, len(steps))]
+        kept = [None, *steps.kept[next_step:]]
+        return found + self.runner.greedy_steps(batches, kept, self.vocab_size)
+
+    def _sample(
+        self,
+        passes: Sequence[RaggedBatch],
+        steps: DraftSteps,
+        sampling: SamplingBatch,
+        drafts: list[list[int]],
+    ) -> list[Tensor | None]:
+        """Fills `drafts`; the probabilities [k, V] of each, if these are asked for."""
+        logits = torch.cat([self._logits(batch) for batch in passes])
         sampling.draw_noise(steps.request_idx)
-        probs: list[list[Tensor]] = [[] for _ in range(num_requests)]
+        probs: list[list[Tensor]] = [[] for _ in drafts]
         sampled: list[Tensor] = []
         for step, request_idx in enumerate(steps.request_idx):
             if step > 0:
-                scores = run(steps.batch(step, sampled[-1]))
-            if sampling.takes_argmax:
-                sampled.append(scores)
-                continue
+                kept = steps.kept[step]
+                token_ids = sampled[-1] if kept is None else sampled[-1].index_select(0, kept)
+                logits = self._logits(steps.batch(step, token_ids))
             seen = [step] * len(request_idx)
             if sampling.needs_processing and step > 0:  # which looks at the drafts so far
                 steps.distribute(sampled[-1:], drafts, step - 1)
-            processed = sampling.process(scores, request_idx, seen, drafts)
+            processed = sampling.process(logits, request_idx, seen, drafts)
             sampled.append(sampling.sample(processed, request_idx, seen)[0])
             if self.with_probs:
                 for i, row_probs in zip(request_idx, sampling.probs(processed).unbind(), strict=True):
@@ -61,35 +91,28 @@ class DraftModelDrafter:
             steps.distribute(sampled[-1:], drafts, len(steps) - 1)
         else:
             steps.distribute(sampled, drafts)
-        return DraftOutput(drafts, [torch.stack(p) if p else None for p in probs])
+        return [torch.stack(p) if p else None for p in probs]
 
     def _logits(self, batch: RaggedBatch) -> Tensor:
         """[M, V]"""
         return self.runner.forward(batch)[:, : self.vocab_size]
 
-    def _most_likely(self, batch: RaggedBatch) -> Tensor:
-        """[M] int64"""
-        return self.runner.argmax(batch, self.vocab_size).token_ids
-
-    def _catch_up(self, rows: Sequence[RaggedRow], run: Callable[[RaggedBatch], Tensor]) -> Tensor:
-        """Run all rows, in as many passes as the token budget asks for; what `run` gives of them, in row order."""
-        scores: list[Tensor] = []
-        chunk: list[RaggedRow] = []
-        budget = self.max_num_batched_tokens
-        for row in rows:
-            start = 0
-            while start < len(row.token_ids):
-                if budget == 0:
-                    scores.append(run(self._packed(chunk)))
-                    chunk, budget = [], self.max_num_batched_tokens
-                end = min(len(row.token_ids), start + budget)
-                num_logits = row.num_logits if end == len(row.token_ids) else 0
-                chunk.append(RaggedRow(row.token_ids[start:end], row.context_len + start, row.blocks, num_logits))
-                budget -= end - start
-                start = end
-        if chunk:
-            scores.append(run(self._packed(chunk)))
-        return scores[0] if len(scores) == 1 else torch.cat(scores)
-
     def _packed(self, rows: Sequence[RaggedRow]) -> RaggedBatch:
         return pack(rows, self.runner.kv_cache.block_size, self.runner.model.device)
+
+    def _chunks(self, rows: Sequence[DraftRow]) -> list[list[RaggedRow]]:
+        """What the drafter has not seen of the rows, in as many passes as the token budget asks for."""
+        chunks: list[list[RaggedRow]] = []
+        budget = 0
+        for row in rows:
+            start, num_tokens = 0, len(row.token_ids)
+            while start < num_tokens:
+                if budget == 0:
+                    chunks.append([])
+                    budget = self.max_num_batched_tokens
+                end = min(num_tokens, start + budget)
+                num_logits = int(end == num_tokens and row.num_draft_tokens > 0)
+                chunks[-1].append(RaggedRow(row.token_ids[start:end], row.context_len + start, row.blocks, num_logits))
+                budget -= end - start
+                start = end
+        return chunks

@@ -19,6 +19,7 @@ class DraftSteps:
 
         step        0       1      2
         rows      A B C    A C     A
+        kept               0 2     0       those rows' places in the step before (None: all of its rows)
         position           8 5     9       of the draft that runs
     """
 
@@ -28,7 +29,7 @@ class DraftSteps:
         members = [[row for row in rows if row.num_draft_tokens > step] for step in range(num_steps)]
         self.request_idx = [[row.request_idx for row in step] for step in members]
         # Rows of a step that go on, by their place in it; None: all of them.
-        self._kept = [
+        going_on = [
             None if len(after) == len(before) else [i for i, row in enumerate(before) if row.num_draft_tokens > step]
             for step, (before, after) in enumerate(pairwise(members), 1)
         ]
@@ -36,6 +37,7 @@ class DraftSteps:
             tuple(row.context_len + len(row.token_ids) + step for row in rows_of_step)
             for step, rows_of_step in enumerate(members[1:])
         ]
+        self.kept: list[Tensor | None] = [None] * num_steps
         if num_steps == 1:
             return
         counts = [len(rows_of_step) for rows_of_step in members[1:]]
@@ -45,7 +47,7 @@ class DraftSteps:
             for rows_of_step, contexts in zip(members[1:], self._contexts, strict=True)
             for row, position in zip(rows_of_step, contexts, strict=True)
         ]
-        kept = [i for part in self._kept if part is not None for i in part]
+        kept = [i for part in going_on if part is not None for i in part]
         width = -(-(max(positions) + 1) // block_size)
         first = members[1]
         table = [[*row.blocks[:width], *[0] * (width - len(row.blocks))] for row in first]
@@ -56,25 +58,24 @@ class DraftSteps:
         places, targets, self._rows, kept_idx = wide.split([total, total, len(first), len(kept)])
         table_idx, contexts, self._bounds = narrow.split([len(first) * width, total, len(first) + 1])
         self._positions, self._slots, self._context_lens = (x.split(counts) for x in (places, targets, contexts))
-        self._kept_idx = iter(kept_idx.split([len(part) for part in self._kept if part is not None]))
-        self._page_table = table_idx.view(len(first), width)
+        parts = iter(kept_idx.split([len(part) for part in going_on if part is not None]))
+        self.kept[1:] = [None if part is None else next(parts) for part in going_on]
+        self._page_tables = [table_idx.view(len(first), width)]
+        for rows in self.kept[2:]:
+            table_of_step = self._page_tables[-1]
+            self._page_tables.append(table_of_step if rows is None else table_of_step.index_select(0, rows))
 
     def __len__(self) -> int:
         return len(self.request_idx)
 
     def batch(self, step: int, token_ids: Tensor) -> RaggedBatch:
-        """The pass of step 1, 2, ..., to be asked for in turn; token_ids [n] are what the step before has sampled."""
-        if self._kept[step - 1] is not None:
-            kept = next(self._kept_idx)
-            token_ids = token_ids.index_select(0, kept)
-            if step > 1:
-                self._page_table = self._page_table.index_select(0, kept)
+        """The pass of step 1, 2, ...; token_ids [N] are what its rows have sampled in the step before."""
         num_seqs = len(self.request_idx[step])
         return RaggedBatch(
             token_ids=token_ids,
             positions=self._positions[step - 1],
             slot_mapping=self._slots[step - 1],
-            page_table=self._page_table,
+            page_table=self._page_tables[step - 1],
             cu_query_lens=self._bounds[: num_seqs + 1],
             context_lens=self._context_lens[step - 1],
             logits_idx=self._rows[:num_seqs],

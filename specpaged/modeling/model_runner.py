@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -60,14 +62,40 @@ class ModelRunner:
             return Argmax(*self._run(batch, vocab_size))
         return Argmax.of(self.forward(batch)[:, :vocab_size])
 
-    def _run(self, batch: RaggedBatch, vocab_size: int | None) -> tuple[Tensor, ...]:
-        """See LoadedModel.run; of the batch's M rows."""
+    @torch.inference_mode()
+    def greedy_steps(
+        self, batches: Sequence[RaggedBatch], kept: Sequence[Tensor | None], vocab_size: int
+    ) -> list[Tensor]:
+        """Passes of which each runs the tokens that the one before found most likely; those of each, [M] int64.
+
+        The first one runs its own `token_ids`, which the others need not have. kept[s] [N] int64 are the rows of pass
+        s - 1's tokens that pass s runs; None: all of them.
+        """
+        decoder = self.model.decoder
+        in_one_call = getattr(decoder, "runs_greedy_steps", None)
+        if in_one_call is not None and self.model.backend == "cpp" and in_one_call(batches[0].num_tokens):
+            self._check_threads()
+            return decoder.greedy_steps(batches, kept, self.kv_cache.layers, vocab_size)
+        found: list[Tensor] = []
+        for batch, rows in zip(batches, kept, strict=True):
+            if found:
+                token_ids = found[-1] if rows is None else found[-1].index_select(0, rows)
+                batch = replace(batch, token_ids=token_ids)
+            found.append(self.argmax(batch, vocab_size).token_ids)
+        return found
+
+    def _check_threads(self) -> None:
         model = self.model
         if model.exact and torch.get_num_threads() != model.num_threads:
             raise RuntimeError(
                 f"the model was loaded for numerics='exact' with {model.num_threads} threads and runs with "
                 f"{torch.get_num_threads()}: call torch.set_num_threads before loading it"
             )
+
+    def _run(self, batch: RaggedBatch, vocab_size: int | None) -> tuple[Tensor, ...]:
+        """See LoadedModel.run; of the batch's M rows."""
+        model = self.model
+        self._check_threads()
         if self.graphs is not None and self.graphs.fits(batch):
             return self.graphs.run(batch, vocab_size)
         num_tokens, num_logits = batch.num_tokens, batch.logits_idx.shape[0]

@@ -20,7 +20,8 @@ def run(rows: list[DraftRow], block_size: int) -> tuple[list[list[int]], list[Ra
         alive = [row for row in rows if row.num_draft_tokens > step]
         assert request_idx == [row.request_idx for row in alive]
         if step:
-            batches.append(steps.batch(step, sampled[-1]))
+            kept = steps.kept[step]
+            batches.append(steps.batch(step, sampled[-1] if kept is None else sampled[-1][kept]))
             packed = [
                 RaggedRow((100 * row.request_idx + step - 1,), row.context_len + len(row.token_ids) + step - 1,
                           row.blocks, 1)
@@ -54,6 +55,7 @@ def test_the_worked_example():
         DraftRow([1, 2, 3, 4, 5], 0, [5, 6], 2, 2),
     ]
     drafts, batches, expected = run(rows, 4)
+    assert [kept.tolist() for kept in DraftSteps(rows, 4, "cpu").kept[1:]] == [[0, 2], [0]]
     assert [batch.positions.tolist() for batch in batches] == [[8, 5], [9]]
     assert [batch.slot_mapping.tolist() for batch in batches] == [[28, 25], [29]]
     assert drafts == [[0, 1, 2], [100], [200, 201]]

@@ -1,4 +1,4 @@
-// A whole pass of a decoder in one call: the operations of the other files, one after the other.
+// A whole pass of a decoder in one call, and several of them: the operations of the other files, one after the other.
 //
 // What a pass costs beyond its matrix products and its attention is the calls between them; here there is one.
 
@@ -114,20 +114,68 @@ void forward(const Decoder& decoder, Pass pass, void* const* pools, const int64_
     apply(normed, decoder.output, nullptr, hidden, decoder.vocab_size, logits);
 }
 
+struct Step {
+    Pass pass;
+    const int64_t *positions, *logits_idx;  // [num_rows]; [num_logits], or null where that is all rows
+    const int64_t* kept;                    // [num_rows]: rows of what the step before has found; null: all
+    int64_t num_logits;
+    int64_t* found;                         // [num_logits]: the most likely token ids
+};
+
+inline int outside(const Decoder& decoder, const Pass& pass, const int64_t* token_ids, const int64_t* positions,
+                   const int64_t* logits_idx, int64_t num_logits) {
+    if (!all_below(token_ids, pass.num_rows, decoder.vocab_size)) return 1;
+    if (!all_below(positions, pass.num_rows, decoder.num_positions)) return 2;
+    if (logits_idx && !all_below(logits_idx, num_logits, pass.num_rows)) return 3;
+    return 0;
+}
+
+// Each step runs what the step before has found; the first one runs token_ids.
+template <typename T>
+int greedy_steps(const Decoder& decoder, const Step* steps, int64_t num_steps, void* const* pools,
+                 const int64_t* token_ids, int64_t num_ids) {
+    std::vector<int64_t> taken;
+    std::vector<T> logits;
+    for (int64_t s = 0; s < num_steps; ++s) {
+        const Step& step = steps[s];
+        if (s) {
+            const int64_t* found = steps[s - 1].found;
+            if (step.kept && !all_below(step.kept, step.pass.num_rows, steps[s - 1].num_logits)) return 4;
+            taken.resize(size_t(step.pass.num_rows));
+            for (size_t row = 0; row < taken.size(); ++row) taken[row] = found[step.kept ? step.kept[row] : row];
+            token_ids = taken.data();
+        }
+        const int problem = outside(decoder, step.pass, token_ids, step.positions, step.logits_idx, step.num_logits);
+        if (problem) return problem;
+        logits.resize(size_t(step.num_logits * decoder.vocab_size));
+        forward(decoder, step.pass, pools, token_ids, step.positions, step.logits_idx, step.num_logits, logits.data());
+        for (int64_t row = 0; row < step.num_logits; ++row) {
+            const T* values = logits.data() + row * decoder.vocab_size;
+            int64_t best = 0;
+            for (int64_t id = 1; id < num_ids; ++id)
+                if (to_float(values[id]) > to_float(values[best])) best = id;
+            step.found[row] = best;
+        }
+    }
+    return 0;
+}
+
 }  // namespace
 
 // token_ids and positions [num_rows]; logits_idx [num_logits], or null where that is all rows; logits [num_logits, V].
-// Returns 0, or which index leads outside of its table: 1 a token id, 2 a position, 3 an entry of logits_idx.
+// Returns 0, or which index leads outside of its table: 1 a token id, 2 a position, 3 an entry of logits_idx, 4 of kept.
 #undef DEFINE
-#define DEFINE(NAME, TYPE)                                                                                          \
-    extern "C" int NAME(const Decoder* decoder, const Pass* pass, void* const* pools, const int64_t* token_ids,     \
+#define DEFINE(SUFFIX, TYPE)                                                                                          \
+    extern "C" int decoder_##SUFFIX(const Decoder* decoder, const Pass* pass, void* const* pools, const int64_t* token_ids,     \
                         const int64_t* positions, const int64_t* logits_idx, int64_t num_logits, void* logits) {    \
-        if (!all_below(token_ids, pass->num_rows, decoder->vocab_size)) return 1;                           \
-        if (!all_below(positions, pass->num_rows, decoder->num_positions)) return 2;                        \
-        if (logits_idx && !all_below(logits_idx, num_logits, pass->num_rows)) return 3;                     \
-        forward(*decoder, *pass, pools, token_ids, positions, logits_idx, num_logits, (TYPE*)logits);               \
-        return 0;                                                                                                   \
+        const int problem = outside(*decoder, *pass, token_ids, positions, logits_idx, num_logits);                 \
+        if (!problem) forward(*decoder, *pass, pools, token_ids, positions, logits_idx, num_logits, (TYPE*)logits); \
+        return problem;                                                                                             \
+    }                                                                                                               \
+    extern "C" int greedy_steps_##SUFFIX(const Decoder* decoder, const Step* steps, int64_t num_steps,                \
+                                       void* const* pools, const int64_t* token_ids, int64_t num_ids) {             \
+        return greedy_steps<TYPE>(*decoder, steps, num_steps, pools, token_ids, num_ids);                           \
     }
 
-DEFINE(decoder_float32, float)
-DEFINE(decoder_bfloat16, bfloat16)
+DEFINE(float32, float)
+DEFINE(bfloat16, bfloat16)

@@ -7,6 +7,7 @@ import functools
 
 from specpaged_kernels.cpu.library import INT, POINTER, SIZE
 from specpaged_kernels.cpu.library import functions as library_functions
+from specpaged_kernels.cpu.paged_attention import Pass
 
 LAYER_POINTERS = (
     "qkv", "qkv_bias", "o", "o_bias", "gate_up", "gate_up_bias", "down", "down_bias",
@@ -42,10 +43,27 @@ class Decoder(ctypes.Structure):
     ]  # fmt: skip
 
 
-OUTSIDE = {1: "token_ids", 2: "positions", 3: "logits_idx"}  # what a result other than 0 says
+class Step(ctypes.Structure):
+    """The struct of the same name in the C++ file."""
+
+    _fields_ = [
+        ("call", Pass),
+        *((name, ctypes.c_void_p) for name in ("positions", "logits_idx", "kept")),
+        ("num_logits", ctypes.c_int64),
+        ("found", ctypes.c_void_p),
+    ]
+
+
+OUTSIDE = {1: "token_ids", 2: "positions", 3: "logits_idx", 4: "kept"}  # what a result other than 0 says
 
 
 @functools.cache
 def functions() -> dict:
-    """The kernel in each dtype. Raises BuildError."""
+    """A pass, in each dtype. Raises BuildError."""
     return library_functions("decoder", [POINTER] * 6 + [SIZE, POINTER], INT)
+
+
+@functools.cache
+def greedy_functions() -> dict:
+    """Passes of which each runs what the one before has found, in each dtype. Raises BuildError."""
+    return library_functions("greedy_steps", [POINTER, POINTER, SIZE, POINTER, POINTER, SIZE], INT)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
+from specpaged.batch import RaggedBatch
 from specpaged.modeling.attention import PagedPass
 from specpaged.modeling.attention_cpp import CppPass
 from specpaged.modeling.flat.config import FlatConfig
@@ -14,7 +16,7 @@ from specpaged.modeling.flat.decoder import FlatDecoder
 from specpaged.modeling.flat.parts import CppGate
 from specpaged.modeling.linear import CPP_ROWS, CppKernel, FastLinear, RowExactLinear
 from specpaged_kernels.cpu import decoder as kernel
-from specpaged_kernels.cpu.paged_attention import make_pass
+from specpaged_kernels.cpu.paged_attention import Pass, make_pass
 
 
 class CppDecoder(nn.Module):
@@ -29,6 +31,7 @@ class CppDecoder(nn.Module):
         self.decoder = decoder
         self.most_rows = None if isinstance(decoder.output, RowExactLinear) else CPP_ROWS
         self._function = kernel.functions()[decoder.embedding.dtype]
+        self._greedy_function = kernel.greedy_functions()[decoder.embedding.dtype]
         self._layers = (kernel.Layer * len(decoder.layers))()
         for layer, part in zip(self._layers, decoder.layers, strict=True):
             for name in ("qkv", "o", "gate_up", "down"):
@@ -57,22 +60,62 @@ class CppDecoder(nn.Module):
         num_rows = len(token_ids)
         if not isinstance(paged_pass, CppPass) or (self.most_rows is not None and num_rows > self.most_rows):
             return self.decoder(token_ids, positions, paged_pass, logits_idx)
-        config, batch = self.config, paged_pass.batch
-        pools = (ctypes.c_void_p * len(self._layers))(*(pool.data_ptr() for pool in paged_pass.kv_layers))
-        call = make_pass(
-            num_rows, batch.slot_mapping, batch.page_table, batch.cu_query_lens, batch.context_lens, batch.block_size,
-            config.num_heads, config.num_kv_heads, config.head_dim, config.scaling, config.softcap,
-        )  # fmt: skip
+        pools = self._pools(paged_pass.kv_layers)
+        call = self._call(paged_pass.batch, num_rows)
         num_logits = num_rows if logits_idx is None else len(logits_idx)
-        logits = torch.empty(num_logits, config.vocab_size, dtype=self.decoder.embedding.dtype)
+        logits = torch.empty(num_logits, self.config.vocab_size, dtype=self.decoder.embedding.dtype)
         outside = self._function(
             ctypes.addressof(self._struct), ctypes.addressof(call), ctypes.addressof(pools),
             token_ids.data_ptr(), positions.data_ptr(),
             None if logits_idx is None else logits_idx.data_ptr(), num_logits, logits.data_ptr(),
         )  # fmt: skip
-        if outside:
-            raise IndexError(f"{kernel.OUTSIDE[outside]} leads outside of its table")
+        _check(outside)
         return self.decoder.finished(logits)
+
+    def runs_greedy_steps(self, num_rows: int) -> bool:
+        """Whether passes of up to num_rows rows can be made in one call by `greedy_steps`."""
+        return self.decoder.keeps_order and (self.most_rows is None or num_rows <= self.most_rows)
+
+    def greedy_steps(
+        self,
+        batches: Sequence[RaggedBatch],
+        kept: Sequence[Tensor | None],
+        kv_layers: Sequence[Tensor],
+        vocab_size: int,
+    ) -> list[Tensor]:
+        """See ModelRunner.greedy_steps."""
+        found = torch.empty(sum(len(batch.logits_idx) for batch in batches), dtype=torch.int64)
+        parts = found.split([len(batch.logits_idx) for batch in batches])
+        steps = (kernel.Step * len(batches))()
+        for step, batch, rows, part in zip(steps, batches, kept, parts, strict=True):
+            step.call = self._call(batch, len(batch.positions))  # a batch has no tokens of its own but for the first
+            step.positions = batch.positions.data_ptr()
+            step.logits_idx = batch.logits_idx.data_ptr()
+            step.kept = None if rows is None else rows.data_ptr()
+            step.num_logits = len(part)
+            step.found = part.data_ptr()
+        pools = self._pools(kv_layers)
+        outside = self._greedy_function(
+            ctypes.addressof(self._struct), ctypes.addressof(steps), len(steps), ctypes.addressof(pools),
+            batches[0].token_ids.data_ptr(), vocab_size,
+        )  # fmt: skip
+        _check(outside)
+        return list(parts)
+
+    def _pools(self, kv_layers: Sequence[Tensor]) -> ctypes.Array:
+        return (ctypes.c_void_p * len(self._layers))(*(pool.data_ptr() for pool in kv_layers))
+
+    def _call(self, batch: RaggedBatch, num_rows: int) -> Pass:
+        config = self.config
+        return make_pass(
+            num_rows, batch.slot_mapping, batch.page_table, batch.cu_query_lens, batch.context_lens, batch.block_size,
+            config.num_heads, config.num_kv_heads, config.head_dim, config.scaling, config.softcap,
+        )  # fmt: skip
+
+
+def _check(outside: int) -> None:
+    if outside:
+        raise IndexError(f"{kernel.OUTSIDE[outside]} leads outside of its table")
 
 
 def cpp_operands(linear: nn.Module) -> tuple[Tensor, Tensor | None] | None:

@@ -96,10 +96,14 @@ class FlatDecoder(nn.Module):
         return self.finished(self.output(self._normed(token_ids, positions, paged_pass, logits_idx)))
 
     @property
+    def keeps_order(self) -> bool:
+        """Whether the output layer's logits are the final ones: what some families do to them may make ties."""
+        return self.logits_divisor == 1.0 and self.final_softcap is None
+
+    @property
     def has_argmax(self) -> bool:
-        """Whether the output layer has an argmax of its own, and what follows it here could not make ties."""
-        plain = self.logits_divisor == 1.0 and self.final_softcap is None
-        return plain and getattr(self.output, "has_argmax", False)
+        """Whether the output layer's own argmax is that of the logits."""
+        return self.keeps_order and getattr(self.output, "has_argmax", False)
 
     def argmax(
         self,
