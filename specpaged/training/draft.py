@@ -24,8 +24,8 @@ from specpaged.training.target import make_model, next_token_loss
 from specpaged.training.trainer import train
 
 DRAFT_SHAPE = {
-    "hidden_size": 256,
-    "intermediate_size": 896,
+    "hidden_size": 128,
+    "intermediate_size": 512,
     "num_hidden_layers": 1,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,

@@ -1,10 +1,9 @@
 // Stores a pass's keys and values in their pages, then attends to the pages where they lie.
 //
-// A program takes the rows of one sequence and one KV head, a row being a query token and one of the heads that share
-// the KV head. It walks over the keys CHUNK absolute positions at a time (64, or 32 where keys are long):
+// A program takes query tokens of one sequence, with all KV heads or with one; a row is a token and a head. It walks over
+// the keys CHUNK absolute positions at a time, fetching the next chunk meanwhile:
 //
-//     keys of the chunk, transposed   [D, SLICE] ...  in cache, shared by all rows
-//     scores of a row                 [CHUNK]         sums over D in order, one lane per key
+//     scores of a row                 [CHUNK]  of each key a sum over D lane by lane, then of the lanes
 //     running maximum, sum, output    as in online softmax, in order of position
 //
 // A row's operations and their order follow from its own position alone. C++ allows a compiler to vectorise them and
@@ -22,56 +21,47 @@
 
 namespace {
 
-constexpr int SLICE = 32;          // keys whose scores of two rows fit into registers
-constexpr int LONG_HEAD = 64;      // up to this head_dim a chunk is of two slices, else of one
-constexpr int MAX_TILE_ROWS = 64;  // rows that share a transposed chunk
+constexpr int CHUNK = 64;
+constexpr int MAX_TILE_ROWS = 64;  // rows that share what they read of a chunk
 
 #if __has_builtin(__builtin_shufflevector)
-inline void transpose(Floats (&r)[LANES]) {
-#define SHUFFLE __builtin_shufflevector
-    Floats a[LANES], b[LANES];
-    for (int i = 0; i < LANES; i += 2) {
-        a[i] = SHUFFLE(r[i], r[i + 1], 0, 8, 1, 9, 4, 12, 5, 13);
-        a[i + 1] = SHUFFLE(r[i], r[i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
-    }
-    for (int i = 0; i < LANES; i += 4) {
-        for (int j = 0; j < 2; ++j) {
-            b[i + 2 * j] = SHUFFLE(a[i + j], a[i + j + 2], 0, 1, 8, 9, 4, 5, 12, 13);
-            b[i + 2 * j + 1] = SHUFFLE(a[i + j], a[i + j + 2], 2, 3, 10, 11, 6, 7, 14, 15);
-        }
-    }
-    for (int i = 0; i < 4; ++i) {
-        r[i] = SHUFFLE(b[i], b[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
-        r[i + 4] = SHUFFLE(b[i], b[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
-    }
-#undef SHUFFLE
-}
+#define SHUFFLE(x, y, ...) __builtin_shufflevector(x, y, __VA_ARGS__)
 #else
-inline void transpose(Floats (&r)[LANES]) {
-    for (int i = 0; i < LANES; ++i)
-        for (int j = 0; j < i; ++j) {
-            float x = r[i][j];
-            r[i][j] = r[j][i];
-            r[j][i] = x;
-        }
+inline Floats shuffled(Floats x, Floats y, Ints lanes) {
+    Floats z;
+    for (int i = 0; i < LANES; ++i) z[i] = lanes[i] < LANES ? x[lanes[i]] : y[lanes[i] - LANES];
+    return z;
 }
+#define SHUFFLE(x, y, ...) shuffled(x, y, Ints{__VA_ARGS__})
 #endif
 
-// keys[i] [D], i < count <= SLICE -> transposed [D, SLICE], zeros behind count.
+// Sums of pairs of lanes, then of those: in `sums` lane i becomes the sum of the lanes of x[i], in one order for all i.
+inline Floats pairs(Floats x, Floats y) {
+    return SHUFFLE(x, y, 0, 8, 1, 9, 4, 12, 5, 13) + SHUFFLE(x, y, 2, 10, 3, 11, 6, 14, 7, 15);
+}
+inline Floats fours(const Floats (&x)[4]) {
+    const Floats low = pairs(x[0], x[1]), high = pairs(x[2], x[3]);
+    return SHUFFLE(low, high, 0, 1, 8, 9, 4, 5, 12, 13) + SHUFFLE(low, high, 2, 3, 10, 11, 6, 7, 14, 15);
+}
+inline Floats sums(Floats low, Floats high) {  // `fours` of x[0] to x[3] and of x[4] to x[7]
+    return SHUFFLE(low, high, 0, 1, 2, 3, 8, 9, 10, 11) + SHUFFLE(low, high, 4, 5, 6, 7, 12, 13, 14, 15);
+}
+
+inline float largest_lane(Floats x) {
+    Floats y = SHUFFLE(x, x, 4, 5, 6, 7, 0, 1, 2, 3);
+    x = x > y ? x : y;
+    y = SHUFFLE(x, x, 2, 3, 0, 1, 6, 7, 4, 5);
+    x = x > y ? x : y;
+    return x[0] > x[1] ? x[0] : x[1];
+}
+#undef SHUFFLE
+
+// The first `count` of eight values, zeros behind them.
 template <typename T>
-void transpose_keys(const T* const* keys, int count, int head_dim, float* transposed) {
-    int whole = count / LANES * LANES, d = 0;
-    for (; d + LANES <= head_dim; d += LANES)
-        for (int i = 0; i < whole; i += LANES) {
-            Floats block[LANES];
-            for (int j = 0; j < LANES; ++j) block[j] = load(keys[i + j] + d);
-            transpose(block);
-            for (int j = 0; j < LANES; ++j) store(transposed + (d + j) * SLICE + i, block[j]);
-        }
-    for (int e = 0; e < head_dim; ++e) {
-        for (int i = e < d ? whole : 0; i < count; ++i) transposed[e * SLICE + i] = to_float(keys[i][e]);
-        for (int i = count; i < SLICE; ++i) transposed[e * SLICE + i] = 0.0f;
-    }
+Floats load_some(const T* from, int count) {
+    Floats x = splat(0.0f);
+    for (int i = 0; i < count; ++i) x[i] = to_float(from[i]);
+    return x;
 }
 
 struct Row {
@@ -80,62 +70,100 @@ struct Row {
     float max, sum;
     int first, last;      // positions that it reads
     int from, to;         // of the current chunk: keys from .. to - 1
-    float weights[2 * SLICE];
+    float weights[CHUNK];
 };
 
-template <int ROWS>
-void form_scores(Row* const (&rows)[ROWS], const float* keys, int head_dim, int slice) {
-    Floats total[ROWS][SLICE / LANES] = {};
-    for (int d = 0; d < head_dim; ++d) {
-        Floats key[SLICE / LANES];
-        for (int c = 0; c < SLICE / LANES; ++c) key[c] = load(keys + d * SLICE + c * LANES);
-        for (int r = 0; r < ROWS; ++r) {
-            Floats query = splat(rows[r]->query[d]);
-            for (int c = 0; c < SLICE / LANES; ++c) total[r][c] = fma(query, key[c], total[r][c]);
-        }
-    }
-    for (int r = 0; r < ROWS; ++r)
-        for (int c = 0; c < SLICE / LANES; ++c) store(rows[r]->weights + slice * SLICE + c * LANES, total[r][c]);
+// That D values will be wanted. Waiting for memory overlaps with work only where it is asked for little by little.
+template <typename T>
+inline void fetch(const T* from, int head_dim) {
+    for (size_t byte = 0; byte < head_dim * sizeof(T); byte += 64) __builtin_prefetch((const char*)from + byte);
 }
 
-// Scores become weights e^(score - max), and the sums so far are rescaled to the new maximum.
-template <int SLICES>
-void update_softmax(Row& row, float scaling, float softcap, int head_dim) {
-    constexpr int CHUNK = SLICES * SLICE;
-    const Floats hidden = splat(-INFINITY), lanes = {0, 1, 2, 3, 4, 5, 6, 7};
-    const bool reads_all = row.from == 0 && row.to == CHUNK;
-    Floats scores[CHUNK / LANES], largest = hidden;
-    for (int c = 0; c < CHUNK / LANES; ++c) {
-        Floats x = load(row.weights + c * LANES) * splat(scaling);
-        if (softcap > 0) x = tanh(x / splat(softcap)) * splat(softcap);
-        if (!reads_all) {
-            Floats key = lanes + splat(float(c * LANES));
-            x = (key < splat(float(row.from))) | (key >= splat(float(row.to))) ? hidden : x;
+// Of products of queries [D] with four keys [D]: the `fours` of their lanes. WHOLE: D is a multiple of LANES.
+template <bool WHOLE, int ROWS, typename T>
+inline __attribute__((always_inline)) void multiply_keys(Row* const (&rows)[ROWS], const T* const* keys, int head_dim,
+                                                         Floats (&result)[ROWS]) {
+    Floats total[ROWS][4] = {};
+    int d = 0;
+    for (; d + LANES <= head_dim; d += LANES) {
+        Floats part[4];
+        for (int i = 0; i < 4; ++i) part[i] = load(keys[i] + d);
+        for (int r = 0; r < ROWS; ++r) {
+            const Floats query = load(rows[r]->query + d);
+            for (int i = 0; i < 4; ++i) total[r][i] = fma(query, part[i], total[r][i]);
         }
-        scores[c] = x;
-        largest = x > largest ? x : largest;
     }
-    float max = row.max;
-    for (int i = 0; i < LANES; ++i) max = largest[i] > max ? largest[i] : max;
-    Floats total = splat(0.0f);
-    for (int c = 0; c < CHUNK / LANES; ++c) {
-        Floats weight = exp(scores[c] - splat(max));
-        store(row.weights + c * LANES, weight);
-        total = total + weight;
+    if (!WHOLE)
+        for (int r = 0; r < ROWS; ++r) {
+            const Floats query = load_some(rows[r]->query + d, head_dim - d);
+            for (int i = 0; i < 4; ++i) total[r][i] = fma(query, load_some(keys[i] + d, head_dim - d), total[r][i]);
+        }
+    for (int r = 0; r < ROWS; ++r) result[r] = fours(total[r]);
+}
+
+// Weights e^(score - max) of each row's keys from .. to - 1 of a chunk; its sums so far are rescaled to the new maximum.
+// Meanwhile the keys of `next` are fetched, unless it is null.
+template <bool WHOLE, int ROWS, typename T>
+void weigh(Row* const (&rows)[ROWS], const T* const* keys, const T* const* next, float scaling, float softcap,
+           int head_dim) {
+    const Floats hidden = splat(-INFINITY), lanes = {0, 1, 2, 3, 4, 5, 6, 7};
+    int from = CHUNK, to = 0;
+    for (int r = 0; r < ROWS; ++r) {
+        from = std::min(from, rows[r]->from);
+        to = std::max(to, rows[r]->to);
     }
-    float rescale = row.max == max ? 1.0f : exp(row.max - max);
-    row.sum = fma(row.sum, rescale, sum(total));
-    row.max = max;
-    if (rescale != 1.0f)
-        for (int d = 0; d < head_dim; ++d) row.output[d] *= rescale;
+    const int begin = from / LANES, end = (to + LANES - 1) / LANES;
+    Floats largest[ROWS];
+    for (int r = 0; r < ROWS; ++r) largest[r] = hidden;
+    for (int c = begin; c < end; ++c) {
+        if (next)
+            for (int i = 0; i < LANES; ++i) fetch(next[c * LANES + i], head_dim);
+        Floats low[ROWS], high[ROWS];
+        multiply_keys<WHOLE>(rows, keys + c * LANES, head_dim, low);
+        multiply_keys<WHOLE>(rows, keys + c * LANES + 4, head_dim, high);
+        for (int r = 0; r < ROWS; ++r) {
+            Floats x = sums(low[r], high[r]) * splat(scaling);
+            if (softcap > 0) x = tanh(x / splat(softcap)) * splat(softcap);
+            if (c * LANES < rows[r]->from || (c + 1) * LANES > rows[r]->to) {
+                const Floats key = lanes + splat(float(c * LANES));
+                x = (key < splat(float(rows[r]->from))) | (key >= splat(float(rows[r]->to))) ? hidden : x;
+            }
+            store(rows[r]->weights + c * LANES, x);
+            largest[r] = x > largest[r] ? x : largest[r];
+        }
+    }
+    float max[ROWS];
+    Floats total[ROWS];
+    for (int r = 0; r < ROWS; ++r) {
+        const float of_chunk = largest_lane(largest[r]);
+        max[r] = of_chunk > rows[r]->max ? of_chunk : rows[r]->max;
+        total[r] = splat(0.0f);
+    }
+    for (int c = begin; c < end; ++c)
+        for (int r = 0; r < ROWS; ++r) {
+            float* weights = rows[r]->weights + c * LANES;
+            const Floats weight = exp(load(weights) - splat(max[r]));
+            store(weights, weight);
+            total[r] = total[r] + weight;
+        }
+    for (int r = 0; r < ROWS; ++r) {
+        Row& row = *rows[r];
+        const float rescale = row.max == max[r] ? 1.0f : exp(row.max - max[r]);
+        row.sum = fma(row.sum, rescale, sum(total[r]));
+        row.max = max[r];
+        if (rescale != 1.0f)
+            for (int d = 0; d < head_dim; ++d) row.output[d] *= rescale;
+    }
 }
 
 template <int ROWS, int VECTORS, typename T>
-void add_values(Row* const (&rows)[ROWS], const T* const* values, int from, int to, int d) {
+void add_values(Row* const (&rows)[ROWS], const T* const* values, const T* const* next, int64_t values_behind, int from,
+                int to, int d) {
     Floats total[ROWS][VECTORS];
     for (int r = 0; r < ROWS; ++r)
         for (int v = 0; v < VECTORS; ++v) total[r][v] = load(rows[r]->output + d + v * LANES);
     for (int i = from; i < to; ++i) {
+        if (next) fetch(next[i] + values_behind + d, VECTORS * LANES);
         Floats value[VECTORS];
         for (int v = 0; v < VECTORS; ++v) value[v] = load(values[i] + d + v * LANES);
         for (int r = 0; r < ROWS; ++r) {
@@ -147,12 +175,16 @@ void add_values(Row* const (&rows)[ROWS], const T* const* values, int from, int 
         for (int v = 0; v < VECTORS; ++v) store(rows[r]->output + d + v * LANES, total[r][v]);
 }
 
+// Adds the values [D] of the keys from .. to - 1 of a chunk. Meanwhile those of `next`, values_behind elements behind their
+// keys, are fetched, unless it is null.
 template <int ROWS, typename T>
-void add_values(Row* const (&rows)[ROWS], const T* const* values, int from, int to, int head_dim, int) {
+void add_values(Row* const (&rows)[ROWS], const T* const* values, const T* const* next, int64_t values_behind, int from,
+                int to, int head_dim, int) {
     if (from >= to) return;
     int d = 0;
-    for (; d + 4 * LANES <= head_dim; d += 4 * LANES) add_values<ROWS, 4>(rows, values, from, to, d);
-    for (; d + LANES <= head_dim; d += LANES) add_values<ROWS, 1>(rows, values, from, to, d);
+    for (; d + 4 * LANES <= head_dim; d += 4 * LANES)
+        add_values<ROWS, 4>(rows, values, next, values_behind, from, to, d);
+    for (; d + LANES <= head_dim; d += LANES) add_values<ROWS, 1>(rows, values, next, values_behind, from, to, d);
     for (; d < head_dim; ++d)
         for (int r = 0; r < ROWS; ++r)
             for (int i = from; i < to; ++i)
@@ -175,19 +207,14 @@ struct Tile {  // query tokens first .. last - 1 of a sequence
     int seq, first, last;
 };
 
-// Where keys of `head_dim` values lie, and that they and their values will be wanted: a KV head's part of a slot is two
-// lines far from the next, which no hardware foresees.
+// Slots of consecutive positions of a sequence: [2, Hkv, D] each.
 template <typename T>
-void locate(const Pass& pass, const int32_t* table, int start, int count, const T* pool, int64_t kv_stride,
-            const T** keys) {
-    const int lines = int(pass.head_dim * sizeof(T) + 63) / 64;
+void locate(const Pass& pass, int seq, int start, int count, const T* pool, const T** slots) {
+    const int32_t* table = pass.page_table + seq * pass.table_stride;
+    const int64_t slot_size = 2 * int64_t(pass.num_kv_heads) * pass.head_dim;
     int block = start / pass.block_size, offset = start % pass.block_size;
     for (int i = 0; i < count; ++i) {
-        keys[i] = pool + (int64_t(table[block]) * pass.block_size + offset) * 2 * kv_stride;
-        for (int line = 0; line < lines; ++line) {
-            __builtin_prefetch((const char*)keys[i] + 64 * line);
-            __builtin_prefetch((const char*)(keys[i] + kv_stride) + 64 * line);
-        }
+        slots[i] = pool + (int64_t(table[block]) * pass.block_size + offset) * slot_size;
         if (++offset == pass.block_size) {
             offset = 0;
             ++block;
@@ -196,25 +223,27 @@ void locate(const Pass& pass, const int32_t* table, int start, int count, const 
 }
 
 struct Scratch {
-    std::vector<float> keys, queries, outputs;
+    std::vector<float> queries, outputs;
     std::vector<Row> rows;
 };
 
-template <int SLICES, typename T>
-void attend_tile(const Pass& pass, const Tile& tile, int kv_head, const T* query, int64_t query_row, int64_t query_head,
-                 const T* pool, T* output) {
-    constexpr int CHUNK = SLICES * SLICE;
+// The KV heads first_head .. last_head - 1 of a tile, a chunk of all of them after the other: what lies together in
+// memory is read together.
+template <bool WHOLE, typename T>
+void attend_tile(const Pass& pass, const Tile& tile, int first_head, int last_head, const T* query, int64_t query_row,
+                 int64_t query_head, const T* pool, T* output) {
     static thread_local Scratch scratch;
-    const int head_dim = pass.head_dim, group = pass.num_heads / pass.num_kv_heads;
-    const int num_rows = (tile.last - tile.first) * group;
-    scratch.keys.resize(size_t(head_dim) * CHUNK);
+    const int head_dim = pass.head_dim, group = pass.num_heads / pass.num_kv_heads, num_heads = last_head - first_head;
+    const int rows_of_head = (tile.last - tile.first) * group, num_rows = rows_of_head * num_heads;
     scratch.queries.resize(size_t(num_rows) * head_dim);
     scratch.outputs.assign(size_t(num_rows) * head_dim, 0.0f);
     scratch.rows.resize(num_rows);
     const int64_t first_row = pass.cu_query_lens[tile.seq];
+    const auto token_of = [&](int r) { return tile.first + r % rows_of_head / group; };
+    const auto head_of = [&](int r) { return (first_head + r / rows_of_head) * group + r % group; };
     int nearest = INT32_MAX, farthest = 0;
     for (int r = 0; r < num_rows; ++r) {
-        const int token = tile.first + r / group, head = kv_head * group + r % group;
+        const int token = token_of(r), head = head_of(r);
         Row& row = scratch.rows[r];
         float* copy = scratch.queries.data() + size_t(r) * head_dim;
         const T* from = query + (first_row + token) * query_row + head * query_head;
@@ -228,64 +257,65 @@ void attend_tile(const Pass& pass, const Tile& tile, int kv_head, const T* query
         nearest = std::min(nearest, row.first);
         farthest = std::max(farthest, row.last);
     }
-    const int32_t* table = pass.page_table + tile.seq * pass.table_stride;
-    const int64_t kv_stride = int64_t(pass.num_kv_heads) * head_dim;
-    const T *located[2][CHUNK], *values[CHUNK];
-    const auto locate_chunk = [&](int start) {
-        if (start <= farthest)
-            locate(pass, table, start, std::min(CHUNK, farthest - start + 1), pool + kv_head * head_dim, kv_stride,
-                   located[start / CHUNK % 2]);
-    };
-    locate_chunk(nearest / CHUNK * CHUNK);
-    for (int start = nearest / CHUNK * CHUNK; start <= farthest; start += CHUNK) {
-        const int count = std::min(CHUNK, farthest - start + 1);
-        locate_chunk(start + CHUNK);
-        const T* const* keys = located[start / CHUNK % 2];
-        for (int i = 0; i < count; ++i) values[i] = keys[i] + kv_stride;
-        for (int slice = 0; slice * SLICE < count; ++slice)
-            transpose_keys(keys + slice * SLICE, std::min(SLICE, count - slice * SLICE), head_dim,
-                           scratch.keys.data() + slice * SLICE * head_dim);
-        auto reads = [&](int r) {
-            return r < num_rows && scratch.rows[r].last >= start && scratch.rows[r].first < start + CHUNK;
-        };
+    const int64_t values_behind = int64_t(pass.num_kv_heads) * head_dim;
+    const int first_chunk = nearest / CHUNK * CHUNK;
+    const T *slots[2][CHUNK], *keys[CHUNK], *values[CHUNK], *next[CHUNK];
+    const auto count_at = [&](int start) { return std::max(0, std::min(CHUNK, farthest - start + 1)); };
+    locate(pass, tile.seq, first_chunk, count_at(first_chunk), pool, slots[first_chunk / CHUNK % 2]);
+    for (int start = first_chunk; start <= farthest; start += CHUNK) {
+        const int count = count_at(start), next_count = count_at(start + CHUNK);
+        const T* const* here = slots[start / CHUNK % 2];
+        const T** soon = slots[(start / CHUNK + 1) % 2];
+        locate(pass, tile.seq, start + CHUNK, next_count, pool, soon);
+        for (int i = next_count; i < CHUNK; ++i) soon[i] = here[0];
         for (int r = 0; r < num_rows;) {
+            if (r % rows_of_head == 0) {
+                const int64_t of_head = (first_head + r / rows_of_head) * head_dim;
+                for (int i = 0; i < count; ++i) {
+                    keys[i] = here[i] + of_head;
+                    values[i] = keys[i] + values_behind;
+                }
+                for (int i = 0; i < CHUNK; ++i) next[i] = soon[i] + of_head;
+                for (int i = count; i % LANES; ++i) keys[i] = keys[count - 1];  // whose scores nobody reads
+            }
+            const auto reads = [&](int r) {
+                return scratch.rows[r].last >= start && scratch.rows[r].first < start + CHUNK;
+            };
             if (!reads(r)) {
                 ++r;
                 continue;
             }
             Row* pair[2] = {&scratch.rows[r], &scratch.rows[r]};
-            const int taken = reads(r + 1) ? 2 : 1;
+            const int taken = (r + 1) % rows_of_head && reads(r + 1) ? 2 : 1;  // of one head
             if (taken == 2) pair[1] = &scratch.rows[r + 1];
-            for (int slice = 0; slice * SLICE < count; ++slice) {
-                const float* slice_keys = scratch.keys.data() + slice * SLICE * head_dim;
-                if (taken == 2)
-                    form_scores<2>(pair, slice_keys, head_dim, slice);
-                else
-                    form_scores<1>({pair[0]}, slice_keys, head_dim, slice);
-            }
             for (int i = 0; i < taken; ++i) {
                 pair[i]->from = std::max(0, pair[i]->first - start);
                 pair[i]->to = std::min(CHUNK, pair[i]->last - start + 1);
-                update_softmax<SLICES>(*pair[i], pass.scaling, pass.softcap, head_dim);
             }
+            const T* const* fetched = r % rows_of_head == 0 && next_count > 0 ? next : nullptr;  // once for each head
+            if (taken == 2)
+                weigh<WHOLE>(pair, keys, fetched, pass.scaling, pass.softcap, head_dim);
+            else
+                weigh<WHOLE, 1>({pair[0]}, keys, fetched, pass.scaling, pass.softcap, head_dim);
             // Each row adds the keys that it reads, in order; those that both read, together.
             const int from = std::max(pair[0]->from, pair[1]->from);
             const int to = std::max(from, std::min(pair[0]->to, pair[1]->to));
             for (int i = 0; i < taken; ++i)
-                add_values<1>({pair[i]}, values, pair[i]->from, std::min(from, pair[i]->to), head_dim, 0);
+                add_values<1>({pair[i]}, values, fetched, values_behind, pair[i]->from, std::min(from, pair[i]->to),
+                              head_dim, 0);
             if (taken == 2)
-                add_values<2>(pair, values, from, to, head_dim, 0);
+                add_values<2>(pair, values, fetched, values_behind, from, to, head_dim, 0);
             else
-                add_values<1>({pair[0]}, values, from, to, head_dim, 0);
+                add_values<1>({pair[0]}, values, fetched, values_behind, from, to, head_dim, 0);
             for (int i = 0; i < taken; ++i)
-                add_values<1>({pair[i]}, values, std::max(to, pair[i]->from), pair[i]->to, head_dim, 0);
+                add_values<1>({pair[i]}, values, fetched, values_behind, std::max(to, pair[i]->from), pair[i]->to,
+                              head_dim, 0);
             r += taken;
         }
     }
     for (int r = 0; r < num_rows; ++r) {
         const Row& row = scratch.rows[r];
-        const int token = tile.first + r / group, head = kv_head * group + r % group;
-        T* to = output + ((first_row + token) * pass.num_heads + head) * head_dim;
+        T* to = output + ((first_row + token_of(r)) * pass.num_heads + head_of(r)) * head_dim;
         for (int d = 0; d < head_dim; ++d) from_float(row.output[d] / row.sum, to + d);
     }
 }
@@ -312,12 +342,15 @@ void attend(const Pass& pass, const T* query, int64_t query_row, int64_t query_h
         for (int first = 0; first < count; first += tokens)
             tiles.push_back({seq, first, std::min(first + tokens, count)});
     }
-    const int num_programs = int(tiles.size()) * pass.num_kv_heads;
+    // Heads of a tile stay together unless threads would go without work.
+    const int parts = int(tiles.size()) < 4 * pass.num_threads && pass.num_threads > 1 ? pass.num_kv_heads : 1;
+    const int heads = pass.num_kv_heads / parts, num_programs = int(tiles.size()) * parts;
 #pragma omp parallel for schedule(dynamic) num_threads(pass.num_threads) if (pass.num_threads > 1)
-    for (int program = 0; program < num_programs; ++program)
-        (head_dim <= LONG_HEAD ? attend_tile<2, T> : attend_tile<1, T>)(
-            pass, tiles[program / pass.num_kv_heads], program % pass.num_kv_heads, query, query_row, query_head, pool,
-            output);
+    for (int program = 0; program < num_programs; ++program) {
+        const int first_head = program % parts * heads;
+        (head_dim % LANES == 0 ? attend_tile<true, T> : attend_tile<false, T>)(
+            pass, tiles[program / parts], first_head, first_head + heads, query, query_row, query_head, pool, output);
+    }
     const int64_t row_size = int64_t(pass.num_heads) * head_dim;
     std::memset(output + pass.num_tokens * row_size, 0, (pass.num_rows - pass.num_tokens) * row_size * sizeof(T));
 }
