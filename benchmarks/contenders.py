@@ -11,7 +11,7 @@ from specpaged.config import EMBEDDED_TARGET
 from specpaged.modeling.loading import load_tokenizer
 from specpaged.prompts import evenly_spread, load_prompts
 
-OUTPUT_LEN = 64
+OUTPUT_LEN = 128
 NUM_DRAFTS = 5
 
 PLAIN_EXACT, PLAIN_FAST = "plain exact", "plain fast"

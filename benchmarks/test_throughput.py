@@ -8,8 +8,8 @@ from benchmarks.k_sweep import KSweep
 from benchmarks.rounds import Rounds
 from benchmarks.transformers_contenders import missing_for_generate_batch
 
-WAVES = {1: 8, 8: 4, 32: 2, 128: 1}  # full batches of prompts in a round
-ROUNDS = {1: 5, 8: 5, 32: 3, 128: 3}
+WAVES = {1: 4, 8: 2, 32: 1, 128: 1}  # full batches of prompts in a round
+ROUNDS = {1: 5, 8: 5, 32: 3, 128: 2}
 BATCH_SIZES = pytest.mark.parametrize("batch_size", list(WAVES), ids="B{}".format)
 
 
@@ -50,7 +50,7 @@ def test_throughput(benchmark, field, results, pytestconfig, batch_size):
 @pytest.mark.benchmark(group="a round of every K")
 @BATCH_SIZES
 def test_k_sweep(benchmark, threads, results, batch_size):
-    prompts_per_round = batch_size * max(1, WAVES[batch_size] // 2)
+    prompts_per_round = batch_size * WAVES[batch_size]
     sweep = KSweep(sample_prompts(prompts_per_round), batch_size)
     benchmark.pedantic(sweep.play, rounds=3 if batch_size < 128 else 2, iterations=1, warmup_rounds=0)
     results.setdefault("k_sweep", {})[str(batch_size)] = sweep.summary()
