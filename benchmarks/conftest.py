@@ -16,7 +16,7 @@ RESULTS = pytest.StashKey[dict]()
 def pytest_addoption(parser):
     group = parser.getgroup("specpaged")
     group.addoption("--threads", type=int, default=1, help="Torch threads, for every contender.")
-    group.addoption("--rounds", type=int, help="Rounds at every B (default: 5, and 3 from B = 32 on).")
+    group.addoption("--rounds", type=int, help="Rounds at every B (default: 5, 5, 3, 2, by B).")
     group.addoption(
         "--waves", type=int, help="Full batches of prompts in a round (default: 8, 4, 2, 1 at B = 1, 8, 32, 128)."
     )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from benchmarks.ours import Ours, Run
-from benchmarks.transformers_contenders import Generate, GenerateBatch, missing_for_generate_batch
+from benchmarks.peers import Generate, GenerateBatch, missing_for_generate_batch
 from specpaged.config import EMBEDDED_TARGET
 from specpaged.modeling.loading import load_tokenizer
 from specpaged.prompts import evenly_spread, load_prompts

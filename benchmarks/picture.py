@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from benchmarks.contenders import OUTPUT_LEN
+
 
 def draw(results: dict[str, Any], path: Path) -> str:
     """Write a PNG: bars are medians, whiskers minimum and maximum. Returns what to tell the user."""
@@ -37,7 +39,7 @@ def draw(results: dict[str, Any], path: Path) -> str:
     axes.set_xticks(range(len(throughput)), [f"B = {batch_size}" for batch_size in throughput])
     axes.set_yscale("log")
     axes.set_ylabel("tokens/s (log)")
-    axes.set_title(f"{results['cpu']}, {results['threads']} thread(s), fp32, greedy, 64 tokens", fontsize=10)
+    axes.set_title(f"{results['cpu']}, {results['threads']} thread(s), fp32, greedy, {OUTPUT_LEN} tokens", fontsize=10)
     figure.legend(handles=legend, fontsize=8, ncols=5, loc="outside lower center")
     figure.savefig(path, dpi=120)
     plt.close(figure)

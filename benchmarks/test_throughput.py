@@ -5,8 +5,8 @@ import pytest
 from benchmarks.ceiling import forward_seconds
 from benchmarks.contenders import NUM_DRAFTS, OUTPUT_LEN, PLAIN_EXACT, SPECULATIVE_EXACT, Field, sample_prompts
 from benchmarks.k_sweep import KSweep
+from benchmarks.peers import missing_for_generate_batch
 from benchmarks.rounds import Rounds
-from benchmarks.transformers_contenders import missing_for_generate_batch
 
 WAVES = {1: 4, 8: 2, 32: 1, 128: 1}  # full batches of prompts in a round
 ROUNDS = {1: 5, 8: 5, 32: 3, 128: 2}
