@@ -20,8 +20,8 @@ EMBEDDED_DRAFT = str(ASSETS / "draft")
 
 # K by the number of running sequences, [first, last, K], where a user says nothing, by device. A verify pass that is
 # bound by the weights' bytes costs what a plain step costs; one that is bound by arithmetic costs more with each row.
-# On a CPU that begins at some 10 rows, on a GPU at some hundreds. For the CPU measured on the embedded pair: `make bench`
-# sweeps K. Nothing is measured for the GPU.
+# On a CPU that begins at some 10 rows, on a GPU at some hundreds. The CPU's are measured, on the embedded pair (`make
+# bench` sweeps K); the GPU's are not.
 DEFAULT_NUM_SPECULATIVE_TOKENS = {
     "cpu": ((1, 3, 5), (4, 128, 2)),
     "cuda": ((1, 32, 5), (33, 128, 3)),
