@@ -18,7 +18,7 @@ def pytest_addoption(parser):
     group.addoption("--threads", type=int, default=1, help="Torch threads, for every contender.")
     group.addoption("--rounds", type=int, help="Rounds at every B (default: 5, 5, 3, 2, by B).")
     group.addoption(
-        "--waves", type=int, help="Full batches of prompts in a round (default: 8, 4, 2, 1 at B = 1, 8, 32, 128)."
+        "--waves", type=int, help="Full batches of prompts in a round (default: 4, 2, 1, 1 at B = 1, 8, 32, 128)."
     )
     group.addoption(
         "--out",
@@ -61,7 +61,7 @@ def pytest_terminal_summary(terminalreporter, config):
 
 def pytest_unconfigure(config):
     results = config.stash.get(RESULTS, {})
-    if not {"throughput", "k_sweep", "paging"} & results.keys():
+    if not {"throughput", "k_sweep", "draft_step", "memory", "paging"} & results.keys():
         return
     out = config.getoption("--out")
     if out is not None:

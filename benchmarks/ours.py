@@ -46,16 +46,24 @@ class Ours:
         )
         self.params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False)
         self.forward_seconds = 0.0
+        self._in_forward = False
         for runner in (self.llm.engine.target, self.llm.engine.draft):
-            if runner is not None:
-                runner.model.run = self._clocked(runner.model.run)
+            for name in ("forward", "argmax", "greedy_steps") if runner is not None else ():
+                setattr(runner, name, self._clocked(getattr(runner, name)))
 
     def _clocked(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Adds the time of a call to forward_seconds, unless it is part of another such call."""
+
         def call(*arguments: Any) -> Any:
+            if self._in_forward:
+                return function(*arguments)
+            self._in_forward = True
             start = time.perf_counter()
-            result = function(*arguments)
-            self.forward_seconds += time.perf_counter() - start
-            return result
+            try:
+                return function(*arguments)
+            finally:
+                self._in_forward = False
+                self.forward_seconds += time.perf_counter() - start
 
         return call
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from benchmarks.contenders import OUTPUT_LEN
-
 
 def draw(results: dict[str, Any], path: Path) -> str:
     """Write a PNG: bars are medians, whiskers minimum and maximum. Returns what to tell the user."""
@@ -39,7 +37,9 @@ def draw(results: dict[str, Any], path: Path) -> str:
     axes.set_xticks(range(len(throughput)), [f"B = {batch_size}" for batch_size in throughput])
     axes.set_yscale("log")
     axes.set_ylabel("tokens/s (log)")
-    axes.set_title(f"{results['cpu']}, {results['threads']} thread(s), fp32, greedy, {OUTPUT_LEN} tokens", fontsize=10)
+    lengths = sorted({result["output_len"] for result in throughput.values()})
+    of = f"{results['threads']} thread(s), fp32, greedy, {', '.join(map(str, lengths))} tokens"
+    axes.set_title(f"{results['cpu']}, {of}", fontsize=10)
     figure.legend(handles=legend, fontsize=8, ncols=5, loc="outside lower center")
     figure.savefig(path, dpi=120)
     plt.close(figure)

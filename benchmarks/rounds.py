@@ -60,6 +60,7 @@ class Rounds:
         """Plain data: medians, spreads, ratios, ceilings, acceptance, stages."""
         return {
             "rounds": len(self.rounds),
+            "output_len": len(self.rounds[0][PLAIN_EXACT].token_ids[0]),
             "outputs": len(self.rounds) * self.prompts_per_round,
             "exact_over_fast": self._ratio(lambda runs: _speed(runs, PLAIN_EXACT) / _speed(runs, PLAIN_FAST)),
             "contenders": {c.name: self._contender(c, forward) for c in self.contenders},

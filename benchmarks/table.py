@@ -24,7 +24,9 @@ def print_tables(results: dict[str, Any]) -> None:
     for model, entry in results.get("draft_step", {}).items():
         console.print(
             f"draft step, {model}: flat {entry['flat_ms']:.3f} ms, through transformers' modules "
-            f"{entry['transformers_ms']:.3f} ms: {entry['ratio']:.1f} x"
+            f"{entry['transformers_ms']:.3f} ms: {entry['ratio']:.1f} x; within a proposal "
+            f"{entry['flat_in_proposal_ms']:.3f} and {entry['transformers_in_proposal_ms']:.3f} ms: "
+            f"{entry['ratio_in_proposal']:.1f} x"
         )
     for name, entry in results.get("memory", {}).items():
         console.print(

@@ -49,8 +49,9 @@ def test_throughput(benchmark, field, results, pytestconfig, batch_size):
 
 @pytest.mark.benchmark(group="a round of every K")
 @BATCH_SIZES
-def test_k_sweep(benchmark, threads, results, batch_size):
-    prompts_per_round = batch_size * WAVES[batch_size]
+def test_k_sweep(benchmark, threads, results, pytestconfig, batch_size):
+    num_rounds = pytestconfig.getoption("--rounds") or (3 if batch_size < 128 else 2)
+    prompts_per_round = batch_size * (pytestconfig.getoption("--waves") or WAVES[batch_size])
     sweep = KSweep(sample_prompts(prompts_per_round), batch_size)
-    benchmark.pedantic(sweep.play, rounds=3 if batch_size < 128 else 2, iterations=1, warmup_rounds=0)
+    benchmark.pedantic(sweep.play, rounds=num_rounds, iterations=1)
     results.setdefault("k_sweep", {})[str(batch_size)] = sweep.summary()

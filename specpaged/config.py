@@ -53,7 +53,7 @@ class SpeculativeConfig:
     `numerics` is the draft's own: only the target decides tokens, so a fast draft costs nothing in exactness.
     `num_speculative_tokens` is K at every batch size. `num_speculative_tokens_per_batch_size` holds [first, last, K]
     ranges of the number of running sequences instead (vLLM's form); a batch size in no range gets K = 0. With neither,
-    an EngineConfig puts in the ranges of DEFAULT_NUM_SPECULATIVE_TOKENS for its device.
+    `resolved` puts in the ranges of DEFAULT_NUM_SPECULATIVE_TOKENS for a device, as `LLM` does.
     """
 
     model: str | None = None
@@ -84,13 +84,22 @@ class SpeculativeConfig:
 
     def resolved(self, device: str) -> SpeculativeConfig:
         """The configuration with K said for every batch size, on a device such as "cpu" or "cuda:1"."""
-        if self.num_speculative_tokens is not None or self.num_speculative_tokens_per_batch_size is not None:
+        if self._says_k:
             return self
-        ranges = DEFAULT_NUM_SPECULATIVE_TOKENS[str(device).partition(":")[0]]
-        return replace(self, num_speculative_tokens_per_batch_size=ranges)
+        kind = "cuda" if str(device).startswith("cuda") else "cpu"
+        return replace(self, num_speculative_tokens_per_batch_size=DEFAULT_NUM_SPECULATIVE_TOKENS[kind])
+
+    @property
+    def _says_k(self) -> bool:
+        return self.num_speculative_tokens is not None or self.num_speculative_tokens_per_batch_size is not None
+
+    def _check_says_k(self) -> None:
+        if not self._says_k:
+            raise ValueError("speculative_config says no K: use SpeculativeConfig.resolved(device), as LLM does")
 
     def num_draft_tokens(self, batch_size: int) -> int:
-        """K for a step of `batch_size` running sequences; of a resolved configuration."""
+        """K for a step of `batch_size` running sequences. ValueError if the configuration is not resolved."""
+        self._check_says_k()
         if self.num_speculative_tokens_per_batch_size is None:
             return self.num_speculative_tokens
         for first, last, k in self.num_speculative_tokens_per_batch_size:
@@ -100,7 +109,8 @@ class SpeculativeConfig:
 
     @property
     def max_draft_tokens(self) -> int:
-        """The largest K that any batch size can ask for; of a resolved configuration."""
+        """The largest K that any batch size can ask for. ValueError if the configuration is not resolved."""
+        self._check_says_k()
         if self.num_speculative_tokens_per_batch_size is None:
             return self.num_speculative_tokens
         return max((k for _, _, k in self.num_speculative_tokens_per_batch_size), default=0)
@@ -162,8 +172,6 @@ class EngineConfig:
         check_choice("dtype", self.dtype, DTYPES)
         check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
         check_choice("model_impl", self.model_impl, MODEL_IMPLS)
-        if self.speculative_config is not None:
-            object.__setattr__(self, "speculative_config", self.speculative_config.resolved(self.device))
         check_int("block_size", self.block_size, 1)
         check_int("max_num_seqs", self.max_num_seqs, 1)
         check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1)

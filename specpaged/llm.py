@@ -257,8 +257,10 @@ def _engine_config(
             f"speculative_config={_shown(speculative_config)} must be None, a SpeculativeConfig or a mapping such as "
             "{'model': ..., 'num_speculative_tokens': 5}"
         )
+    if speculative_config is not None:
+        speculative_config = speculative_config.resolved(engine_arguments.get("device", "cpu"))
     if speculative_config is not None and speculative_config.model is None:
-        if not embedded and speculative_config.num_speculative_tokens != 0:
+        if not embedded and speculative_config.max_draft_tokens > 0:
             raise ValueError(
                 "speculative_config['model']=None: a draft model is needed beside "
                 f"model={str(model)!r}; allowed: a local path or hub id"

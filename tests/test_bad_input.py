@@ -355,6 +355,20 @@ def test_what_the_model_or_the_machine_cannot_do_is_refused(toy_pair, arguments,
     assert message in str(refused.value)
 
 
+def test_an_unknown_device_is_refused_where_k_is_the_devices_own():
+    with pytest.raises(ValueError, match="device must be 'cpu' or 'cuda"):
+        LLM(device="gpu")
+
+
+def test_a_draft_model_is_asked_for_exactly_where_something_is_drafted(toy_pair):
+    ranges = "num_speculative_tokens_per_batch_size"
+    for nothing in ({ranges: [[1, 8, 0]]}, {ranges: []}, {"num_speculative_tokens": 0}):
+        assert LLM(toy_pair.target, speculative_config=nothing, max_model_len=64).engine.max_draft_tokens == 0
+    for something in ({}, {ranges: [[1, 8, 3]], "num_speculative_tokens": 0}, {"num_speculative_tokens": 2}):
+        with pytest.raises(ValueError, match="a draft model is needed beside"):
+            LLM(toy_pair.target, speculative_config=something, max_model_len=64)
+
+
 BYTES_PER_TOKEN = 1024  # of both toy models: 2 layers, 2 heads of 16, keys and values, fp32
 
 

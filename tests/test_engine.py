@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specpaged import LLM, SamplingParams
-from specpaged.config import DEFAULT_NUM_SPECULATIVE_TOKENS, EngineConfig, SpeculativeConfig
+from specpaged.config import DEFAULT_NUM_SPECULATIVE_TOKENS, SpeculativeConfig
 from tests import toys
 from tests.poison import Poison
 
@@ -198,14 +198,17 @@ def test_k_follows_the_batch_size(toy_pair, plain, monkeypatch):
 
 def test_k_is_the_devices_by_batch_size_where_nobody_says_it(toy_pair):
     for device, ranges in DEFAULT_NUM_SPECULATIVE_TOKENS.items():
-        resolved = EngineConfig(device=f"{device}:0", speculative_config=SpeculativeConfig()).speculative_config
+        resolved = SpeculativeConfig().resolved(f"{device}:0")
         for first, last, k in ranges:
             assert resolved.num_draft_tokens(first) == resolved.num_draft_tokens(last) == k > 0
         assert resolved.num_draft_tokens(1000) == 0
         assert resolved.max_draft_tokens == max(k for _, _, k in ranges)
-    said = EngineConfig(speculative_config=SpeculativeConfig(num_speculative_tokens=7)).speculative_config
+    said = SpeculativeConfig(num_speculative_tokens=7).resolved("cuda")
     assert said.num_draft_tokens(1) == said.num_draft_tokens(1000) == said.max_draft_tokens == 7
+    with pytest.raises(ValueError, match="says no K"):
+        SpeculativeConfig().num_draft_tokens(1)
     llm = make_llm(toy_pair, speculative={"num_speculative_tokens": None})
+    assert llm.config.speculative_config == SpeculativeConfig(model=toy_pair.draft).resolved("cpu")
     outputs = generate(llm, toys.prompts(3), SamplingParams(max_tokens=20, **GREEDY))
     assert max(output.metrics.draft_tokens for output in outputs) > 0
 

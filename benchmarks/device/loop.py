@@ -39,6 +39,7 @@ class LoopScale:
 
 FULL = LoopScale("cuda", "bfloat16", "triton", 1, (1, 2, 4, 8, 16, 32, 64), 5, 512, 12, ("exact", "fast"))
 SMOKE = LoopScale("cpu", "float32", "auto", 32, (1, 3), 2, 40, 4, ("exact", "fast"))
+WARM_UP_STEPS, PREFILL_STEPS = 6, 10
 TARGET, DRAFT, ACCEPTANCE = "Qwen3-8B", "Qwen3-0.6B", 0.8
 
 
@@ -97,7 +98,8 @@ def _load(pair: SyntheticPair, scale: LoopScale, numerics: str) -> LLM:
         attention_backend=scale.attention_backend,
         max_num_seqs=most,
         max_num_batched_tokens=max(4096, most),
-        max_model_len=scale.context_len + (scale.steps + 8) * (scale.num_drafts + 1),
+        # While the last prompts of a batch are prefilled, the first ones decode.
+        max_model_len=scale.context_len + (scale.steps + WARM_UP_STEPS + PREFILL_STEPS) * (scale.num_drafts + 1),
         enable_prefix_caching=True,  # each prompt is prefilled once
     )
 
@@ -111,7 +113,7 @@ def _cell(engine: Engine, prompts: list[list[int]], k: int, steps: int) -> tuple
     """What came out of each prompt, and the medians over the timed steps."""
     params = SamplingParams(
         temperature=0.0,
-        max_tokens=(steps + 6) * (k + 1),
+        max_tokens=engine.config.max_model_len - len(prompts[0]),
         ignore_eos=True,
         detokenize=False,
         extra_args={"num_speculative_tokens": k},
@@ -121,8 +123,10 @@ def _cell(engine: Engine, prompts: list[list[int]], k: int, steps: int) -> tuple
     sequences = [engine.requests[str(i)].sequences[0] for i in range(len(prompts))]
     while not all(sequence.output_token_ids for sequence in sequences):
         engine.step()
-    for _ in range(2):  # compiles and captures what decoding needs
+    for _ in range(WARM_UP_STEPS):  # compiles and captures what decoding needs
         engine.step()
+    graphs = [runner.graphs for runner in (engine.target, engine.draft) if runner.graphs is not None]
+    num_captured = sum(g.num_captured for g in graphs)
     engine.metrics = EngineMetrics()
     seconds: list[float] = []
     for _ in range(steps):
@@ -130,6 +134,8 @@ def _cell(engine: Engine, prompts: list[list[int]], k: int, steps: int) -> tuple
         engine.step()  # its answer comes from the device: nothing is left to wait for
         seconds.append(time.perf_counter() - start)
     metrics = engine.metrics
+    if any(sequence.is_finished for sequence in sequences):
+        raise RuntimeError(f"a sequence ended while {len(prompts)} were timed: max_model_len is too small for the cell")
     token_ids = [list(sequence.output_token_ids) for sequence in sequences]
     for i in range(len(prompts)):
         engine.abort_request(str(i))
@@ -140,6 +146,7 @@ def _cell(engine: Engine, prompts: list[list[int]], k: int, steps: int) -> tuple
         "step_ms": {"median": 1e3 * median, "min": 1e3 * ordered[0], "max": 1e3 * ordered[-1]},
         "tokens_per_second": metrics.emitted_tokens / steps / median,
         "stage_ms": {stage: 1e3 * metrics.seconds[stage] / steps for stage in STAGES},
+        "captured_meanwhile": sum(g.num_captured for g in graphs) - num_captured,  # which a maximum shows
         "acceptance_rate": metrics.acceptance_rate,
         "mean_acceptance_length": metrics.mean_acceptance_length,
     }

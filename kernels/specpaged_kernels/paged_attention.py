@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -283,7 +283,7 @@ def work_list_ref(
     )
 
 
-@lru_cache(maxsize=16)
+@cache  # a CUDA graph may hold its address
 def _no_sinks(num_heads: int, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         return torch.full((num_heads,), float("-inf"), device=device)

@@ -61,9 +61,9 @@ class DraftSteps:
         parts = iter(kept_idx.split([len(part) for part in going_on if part is not None]))
         self.kept[1:] = [None if part is None else next(parts) for part in going_on]
         self._page_tables = [table_idx.view(len(first), width)]
-        for rows in self.kept[2:]:
-            table_of_step = self._page_tables[-1]
-            self._page_tables.append(table_of_step if rows is None else table_of_step.index_select(0, rows))
+        for kept_of_step in self.kept[2:]:
+            before = self._page_tables[-1]
+            self._page_tables.append(before if kept_of_step is None else before.index_select(0, kept_of_step))
 
     def __len__(self) -> int:
         return len(self.request_idx)

@@ -67,38 +67,26 @@ class TritonPass:
 
 
 class StaticPass(TritonPass):
-    """A pass that can be repeated for other batches: its work lists are tensors of one size, brought up to date."""
+    """A pass that can be repeated for other batches: its work list is of one size, and brought up to date."""
 
-    def __init__(self, batch: RaggedBatch, num_rows: int, kv_layers: Sequence[Tensor], longest: int):
+    def __init__(self, batch: RaggedBatch, num_rows: int, kv_layers: Sequence[Tensor], num_items: int):
         super().__init__(batch, num_rows, kv_layers)
-        self.longest = longest  # tokens of a sequence, those of the pass included
-        self._current = batch
+        device = batch.token_ids.device
+        self._static = WorkList(
+            *(torch.zeros(size, dtype=torch.int32, device=device) for size in (num_items, num_rows + 1))
+        )
 
-    def update(self, batch: RaggedBatch) -> None:
-        """Be of this batch from now on: of no more rows, and with no longer sequence, than the pass was made for."""
-        self._current = batch
-        for (tokens, split_len), work_list in self._work_lists.items():
-            self._fill(work_list, tokens, split_len)
+    def update(self, work_list: WorkList) -> None:
+        """Do these items from now on: no more of them, and of no more sequences, than the pass was made for."""
+        static = self._static
+        ends = work_list.cu_items[-1:].expand(len(static.cu_items) - len(work_list.cu_items))
+        values = upload(torch.cat([work_list.item_seq, work_list.cu_items, ends]), static.item_seq.device)
+        item_seq, cu_items = values.split([len(work_list.item_seq), len(static.cu_items)])
+        static.item_seq[: len(item_seq)].copy_(item_seq)
+        static.cu_items.copy_(cu_items)
 
     def _work_list(self, tokens: int, split_len: int) -> WorkList:
-        work_list = self._work_lists.get((tokens, split_len))
-        if work_list is None:
-            # A row is an item for each split of its sequence, if no other shares its query block.
-            most, device = self.num_rows * -(-self.longest // split_len), self.batch.token_ids.device
-            item_seq, cu_items = (
-                torch.zeros(size, dtype=torch.int32, device=device) for size in (most, self.num_rows + 1)
-            )
-            work_list = self._work_lists[tokens, split_len] = WorkList(item_seq, cu_items)
-            self._fill(work_list, tokens, split_len)
-        return work_list
-
-    def _fill(self, work_list: WorkList, tokens: int, split_len: int) -> None:
-        made = work_list_of(self._current, tokens, split_len)
-        ends = made.cu_items[-1:].expand(len(work_list.cu_items) - len(made.cu_items))
-        values = upload(torch.cat([made.item_seq, made.cu_items, ends]), work_list.item_seq.device)
-        item_seq, cu_items = values.split([len(made.item_seq), len(work_list.cu_items)])
-        work_list.item_seq[: len(item_seq)].copy_(item_seq)
-        work_list.cu_items.copy_(cu_items)
+        return self._static
 
 
 def work_list_of(batch: RaggedBatch, tokens: int, split_len: int) -> WorkList:

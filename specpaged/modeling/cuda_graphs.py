@@ -1,8 +1,8 @@
 """Passes captured as CUDA graphs and replayed: one launch runs a whole model.
 
 A graph repeats its kernels with the addresses and sizes that they had at capture. So a pass copies its batch into
-static buffers, which are filled up to a bucket of rows, and whatever depends on lengths is data. There is a graph for
-each bucket of rows, of contexts and of what is wanted of the logits, captured when the first pass of that kind comes.
+static buffers, which are filled up to a bucket, and whatever depends on lengths is data. There is a graph for each
+bucket of rows, of attention's work items and of logits, captured when the first pass of that kind comes.
 """
 
 from __future__ import annotations
@@ -22,48 +22,44 @@ from specpaged.paging.kv_cache import PagedKVCache
 
 if TYPE_CHECKING:
     from specpaged.modeling.attention_triton import StaticPass
+    from specpaged_kernels.paged_attention import WorkList
 
 logger = logging.getLogger("specpaged")
 
-ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-SHORTEST_CONTEXT = 512  # of the buckets of contexts; each next one is twice as long
+ROW_BUCKETS = (0, 1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 
 Outputs = tuple[Tensor, ...]
-Run = Callable[[], Outputs]
-Record = Callable[[Run], Run]  # a pass over static buffers -> what repeats it
+Record = Callable[[Callable[[], None]], Callable[[], object]]  # a pass over static buffers -> what repeats it
 
 
 class Bucket(NamedTuple):
-    """What a graph was captured for: at most that many rows, and sequences of at most that many tokens."""
+    """What a graph was captured for: the most that a batch may have."""
 
-    rows: int
-    length: int
-    all_logits: bool  # of every row, or of at most one row for each of `rows` sequences
+    rows: int  # and sequences
+    items: int  # of attention's work list
+    num_logits: int | None  # None: of every row
     vocab_size: int | None  # see LoadedModel.run
 
 
 class Recorder:
-    """Captures on a CUDA device. Graphs share one pool of memory: each one's outputs last until the next replay."""
+    """Captures on a CUDA device. Graphs share one pool of memory, as they are replayed one after the other."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self._pool = torch.cuda.graph_pool_handle()
 
-    def __call__(self, run: Run) -> Run:
+    def __call__(self, run: Callable[[], None]) -> Callable[[], object]:
         """A Record."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            run()  # compiles what is not compiled yet, which a capture cannot
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            outputs = run()
-
-        def replay() -> Outputs:
-            graph.replay()
-            return outputs
-
-        return replay
+        with torch.cuda.device(self.device):
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                run()  # compiles what is not compiled yet, which a capture cannot
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool):
+                run()
+        return graph.replay
 
 
 class CudaGraphs:
@@ -73,22 +69,30 @@ class CudaGraphs:
     rows without a sequence, which attention skips and nothing stores.
 
         token_ids      a a b c c . . .        cu_query_lens  0 2 3 5 5 5 5 5 5
-        context_lens   A B C . . . . .        cu_items       of each WorkList likewise
+        context_lens   A B C . . . . .        cu_items       of the WorkList likewise
     """
 
     def __init__(self, model: LoadedModel, kv_cache: PagedKVCache, max_model_len: int, record: Record | None = None):
+        from specpaged_kernels.paged_attention import choose_tiles  # where it is wanted: defining kernels takes seconds
+
         self.model = model
         self.kv_cache = kv_cache
-        self.max_model_len = max_model_len
-        self._record = record or Recorder()
-        self._captured: dict[Bucket, tuple[StaticPass, Run]] = {}
+        self._record = record or Recorder(model.device)
+        # None: could not be captured.
+        self._captured: dict[Bucket, tuple[StaticPass, Callable[[], object], Outputs] | None] = {}
+        heads = model.decoder.layers[0].heads  # a flat decoder's layers have one geometry
+        group = heads.num_heads // heads.num_kv_heads
+        tiles = choose_tiles(heads.head_dim, group, model.dtype)
+        self._tokens, self._split_len = tiles.tokens(group), tiles.split_len
         most, device = ROW_BUCKETS[-1], model.device
         width = -(-max_model_len // kv_cache.block_size)
-        wide = torch.zeros(4, most, dtype=torch.int64, device=device)
-        self._token_ids, self._positions, self._slots, self._logits_idx = wide.unbind()
+        wide = torch.zeros(5, most, dtype=torch.int64, device=device)
+        self._token_ids, self._positions, self._slots, self._logits_idx, self._argmax = wide.unbind()
         self._page_table = torch.zeros(most, width, dtype=torch.int32, device=device)
         self._cu_query_lens = torch.zeros(most + 1, dtype=torch.int32, device=device)
         self._context_lens = torch.zeros(most, dtype=torch.int32, device=device)
+        self._ok = torch.zeros(most, dtype=torch.bool, device=device)
+        self._logits = torch.empty(most, model.vocab_size, dtype=model.dtype, device=device)
 
     @classmethod
     def why_not(cls, model: LoadedModel, enforce_eager: bool) -> str | None:
@@ -101,31 +105,41 @@ class CudaGraphs:
             return "only the flat decoder on Triton's kernels can be captured"
         return None
 
-    def fits(self, batch: RaggedBatch) -> bool:
-        """Whether there is a bucket for the batch."""
-        return batch.num_tokens <= ROW_BUCKETS[-1]
+    @property
+    def num_captured(self) -> int:
+        """Graphs so far."""
+        return sum(captured is not None for captured in self._captured.values())
 
-    def bucket(self, batch: RaggedBatch, vocab_size: int | None) -> Bucket:
-        """The smallest one that the batch fits."""
-        rows = ROW_BUCKETS[bisect_left(ROW_BUCKETS, batch.num_tokens)]
-        longest = max(n + q for n, q in zip(batch.context_lens_host, batch.query_lens, strict=True))
-        length = SHORTEST_CONTEXT
-        while length < longest:
-            length *= 2
-        return Bucket(rows, min(length, self.max_model_len), len(batch.logits_idx) == batch.num_tokens, vocab_size)
-
-    def run(self, batch: RaggedBatch, vocab_size: int | None) -> Outputs:
-        """See LoadedModel.run; of the batch's M rows."""
-        bucket = self.bucket(batch, vocab_size)
+    def run(self, batch: RaggedBatch, vocab_size: int | None) -> Outputs | None:
+        """See LoadedModel.run; of the batch's M rows. None if no graph can run it."""
+        if batch.num_tokens > ROW_BUCKETS[-1]:
+            return None
+        work_list = self._work_list(batch)
+        bucket = self.bucket(batch, len(work_list.item_seq), vocab_size)
         self._fill(batch, bucket)
         if bucket not in self._captured:
-            logger.info("%s: capturing passes of up to %d rows, %d tokens", self.model.name, *bucket[:2])
-            self._captured[bucket] = self._capture(batch, bucket)
-        paged_pass, replay = self._captured[bucket]
-        paged_pass.update(batch)
-        num_logits = len(batch.logits_idx)
-        # A copy, as the next replay of any graph may overwrite the pool that they share.
-        return tuple(output[:num_logits].clone() for output in replay())
+            self._captured[bucket] = self._capture(batch, work_list, bucket)
+        captured = self._captured[bucket]
+        if captured is None:
+            return None
+        paged_pass, replay, outputs = captured
+        paged_pass.update(work_list)
+        replay()
+        # A copy: the next replay writes to the same buffers.
+        return tuple(output[: len(batch.logits_idx)].clone() for output in outputs)
+
+    def bucket(self, batch: RaggedBatch, num_items: int, vocab_size: int | None) -> Bucket:
+        """The smallest one that the batch fits."""
+        num_logits = None
+        if len(batch.logits_idx) != batch.num_tokens:
+            num_logits = _bucket_of(len(batch.logits_idx))
+        items = 1 << max(0, num_items - 1).bit_length()
+        return Bucket(_bucket_of(batch.num_tokens), items, num_logits, vocab_size)
+
+    def _work_list(self, batch: RaggedBatch) -> WorkList:
+        from specpaged.modeling.attention_triton import work_list_of
+
+        return work_list_of(batch, self._tokens, self._split_len)
 
     def _fill(self, batch: RaggedBatch, bucket: Bucket) -> None:
         rows, num_seqs = bucket.rows, len(batch.query_lens)
@@ -133,14 +147,16 @@ class CudaGraphs:
         _copy(batch.token_ids, self._token_ids[:rows])
         _copy(batch.positions, self._positions[:rows])
         _copy(batch.slot_mapping, self._slots[:rows])
-        if not bucket.all_logits:
-            _copy(batch.logits_idx, self._logits_idx[:rows])
+        if bucket.num_logits is not None:
+            _copy(batch.logits_idx, self._logits_idx[: bucket.num_logits])
         self._page_table[:num_seqs, :width].copy_(batch.page_table)
         _copy(batch.cu_query_lens, self._cu_query_lens[: rows + 1], batch.num_tokens)
         _copy(batch.context_lens, self._context_lens[:rows])
 
-    def _capture(self, batch: RaggedBatch, bucket: Bucket) -> tuple[StaticPass, Run]:
-        from specpaged.modeling.attention_triton import StaticPass  # with the kernels, which take seconds to import
+    def _capture(
+        self, batch: RaggedBatch, work_list: WorkList, bucket: Bucket
+    ) -> tuple[StaticPass, Callable[[], object], Outputs] | None:
+        from specpaged.modeling.attention_triton import StaticPass
 
         rows = bucket.rows
         static = replace(
@@ -151,17 +167,34 @@ class CudaGraphs:
             page_table=self._page_table[:rows],
             cu_query_lens=self._cu_query_lens[: rows + 1],
             context_lens=self._context_lens[:rows],
-            logits_idx=self._logits_idx[:rows],
+            logits_idx=self._logits_idx[: bucket.num_logits],
             # This batch's alone: nothing that is captured may look at them.
             query_lens=(),
             context_lens_host=(),
             num_logits=(),
         )
-        paged_pass = StaticPass(static, rows, self.kv_cache.layers, bucket.length)
-        paged_pass.update(batch)
-        logits_idx = None if bucket.all_logits else static.logits_idx
-        operands = (static.token_ids, static.positions, paged_pass, logits_idx, bucket.vocab_size)
-        return paged_pass, self._record(lambda: self.model.run(*operands))
+        num_logits = rows if bucket.num_logits is None else bucket.num_logits
+        logits_idx = None if bucket.num_logits is None else static.logits_idx
+        paged_pass = StaticPass(static, rows, self.kv_cache.layers, bucket.items)
+        paged_pass.update(work_list)
+        buffers = (self._logits,) if bucket.vocab_size is None else (self._argmax, self._ok)
+        outputs = tuple(buffer[:num_logits] for buffer in buffers)
+
+        def run() -> None:
+            computed = self.model.run(static.token_ids, static.positions, paged_pass, logits_idx, bucket.vocab_size)
+            for output, result in zip(outputs, computed, strict=True):
+                output.copy_(result)
+
+        logger.info("%s: capturing passes of up to %d rows, %d items", self.model.name, *bucket[:2])
+        try:
+            return paged_pass, self._record(run), outputs
+        except RuntimeError as error:  # out of memory is one
+            logger.warning("%s: passes of up to %d rows run eagerly: %s", self.model.name, rows, error)
+            return None
+
+
+def _bucket_of(rows: int) -> int:
+    return ROW_BUCKETS[bisect_left(ROW_BUCKETS, rows)]
 
 
 def _copy(source: Tensor, target: Tensor, filler: int = 0) -> None:

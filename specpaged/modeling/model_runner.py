@@ -96,8 +96,9 @@ class ModelRunner:
         """See LoadedModel.run; of the batch's M rows."""
         model = self.model
         self._check_threads()
-        if self.graphs is not None and self.graphs.fits(batch):
-            return self.graphs.run(batch, vocab_size)
+        replayed = None if self.graphs is None else self.graphs.run(batch, vocab_size)
+        if replayed is not None:
+            return replayed
         num_tokens, num_logits = batch.num_tokens, batch.logits_idx.shape[0]
         multiple = model.row_multiple
         filler = -num_tokens % multiple

@@ -103,8 +103,8 @@ def synthetic_pair(
     for name, value in (("target", target), ("draft", draft)):
         if value not in SHAPES:
             raise ValueError(f"{name}={value!r} is unknown; allowed: {', '.join(SHAPES)}")
-    if not 0 <= acceptance <= 1:
-        raise ValueError(f"acceptance={acceptance!r} must lie between 0 and 1")
+    if not isinstance(acceptance, int | float) or not 0 <= acceptance <= 1:
+        raise ValueError(f"acceptance={acceptance!r} must be a number from 0 to 1")
     if isinstance(scale, bool) or not isinstance(scale, int) or not 1 <= scale <= 64:
         raise ValueError(f"scale={scale!r} must be an int from 1 to 64")
     if dtype not in DTYPES:

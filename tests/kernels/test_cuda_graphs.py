@@ -5,21 +5,16 @@ comes from the static buffers alone, for its batch has lost its host copies.
 """
 
 import random
+import re
 from pathlib import Path
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from triton.runtime.interpreter import InterpretedFunction
 
 from specpaged import LLM, SamplingParams
 from specpaged.batch import RaggedRow, pack
-from specpaged.modeling import cuda_graphs
 from specpaged.modeling.cuda_graphs import Bucket, CudaGraphs
 from specpaged.modeling.loading import load_model
 from specpaged.modeling.model_runner import ModelRunner
@@ -29,7 +24,6 @@ from tests import toys
 from tests.modeling.families import save_toy
 from tests.modeling.world import random_tokens
 
-WAIT_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, RuntimeError)
 BLOCK_SIZE, NUM_BLOCKS, MAX_MODEL_LEN = 16, 24, 64
 
 
@@ -61,28 +55,43 @@ def model(toy_pair):
     return load_model(toy_pair.target, max_model_len=MAX_MODEL_LEN, attention_backend="triton")
 
 
-@pytest.fixture
-def short_contexts(monkeypatch):
-    monkeypatch.setattr(cuda_graphs, "SHORTEST_CONTEXT", 16)
+def test_a_batch_has_the_smallest_bucket_that_it_fits(model):
+    graphs = CudaGraphs(model, PagedKVCache(model.kv_spec, NUM_BLOCKS, 16, model.dtype, "cpu"), 64, record=Kept())
+
+    def bucket(num_items: int, *rows: tuple[int, int]) -> Bucket:
+        """(tokens, num_logits) of each sequence"""
+        return graphs.bucket(pack([RaggedRow([1] * n, 3, [1, 2, 3, 4], m) for n, m in rows], 16), num_items, 7)
+
+    assert bucket(1, (1, 1)) == Bucket(1, 1, None, 7)
+    assert bucket(3, (1, 1), (2, 1), (2, 2)) == Bucket(8, 4, 4, 7)
+    assert bucket(4, (9, 9)) == Bucket(16, 4, None, 7)
+    assert bucket(5, (3, 0)) == Bucket(4, 8, 0, 7)
 
 
-def test_a_batch_has_the_smallest_bucket_that_it_fits(model, short_contexts):
-    graphs = CudaGraphs(model, PagedKVCache(model.kv_spec, NUM_BLOCKS, 16, model.dtype, "cpu"), 50, record=Kept())
+def test_what_no_graph_can_run_runs_eagerly(model, caplog):
+    """More rows than the largest bucket has, and passes whose capture fails."""
+    cache = PagedKVCache(model.kv_spec, NUM_BLOCKS, BLOCK_SIZE, model.dtype, "cpu")
+    for layer in cache.layers:
+        layer.zero_()
+    eager, graphed = ModelRunner(model, cache), ModelRunner(model, cache)
 
-    def bucket(*rows: tuple[int, int, int]) -> Bucket:
-        """(tokens, context_len, num_logits) of each sequence"""
-        return graphs.bucket(pack([RaggedRow([1] * n, length, [1, 2, 3, 4], m) for n, length, m in rows], 16), 7)
+    def fail(run):
+        raise torch.OutOfMemoryError("no room for a graph")
 
-    assert bucket((1, 0, 1)) == Bucket(1, 16, True, 7)
-    assert bucket((1, 15, 1)) == Bucket(1, 16, True, 7)
-    assert bucket((1, 16, 1), (2, 0, 1), (2, 0, 2)) == Bucket(8, 32, False, 7)
-    assert bucket((9, 33, 9)) == Bucket(16, 50, True, 7)
-    assert graphs.fits(pack([RaggedRow([1] * 256, 0, list(range(16)), 1)], 16))
-    assert not graphs.fits(pack([RaggedRow([1] * 257, 0, list(range(17)), 1)], 16))
+    graphed.graphs = CudaGraphs(model, cache, MAX_MODEL_LEN, record=fail)
+    batch = pack([RaggedRow([5, 6, 7], 0, [1], 1)], BLOCK_SIZE)
+    for _ in range(2):
+        assert torch.equal(graphed.forward(batch), eager.forward(batch))
+    assert [record.message.partition(":")[2] for record in caplog.records] == [
+        " passes of up to 4 rows run eagerly: no room for a graph"
+    ]
+    many = pack([RaggedRow([1] * 513, 0, list(range(33)), 1)], BLOCK_SIZE)
+    assert graphed.graphs.run(many, None) is None
+    assert graphed.graphs.num_captured == 0
 
 
 @pytest.mark.parametrize("vocab_size", [None, 290])
-def test_a_replayed_pass_computes_what_an_eager_one_does(model, short_contexts, vocab_size):
+def test_a_replayed_pass_computes_what_an_eager_one_does(model, vocab_size):
     """Ragged batches of any kind, one after the other on the same buffers; KV and results bit for bit."""
     eager, graphed = (
         ModelRunner(model, PagedKVCache(model.kv_spec, NUM_BLOCKS, BLOCK_SIZE, model.dtype, "cpu")) for _ in range(2)
@@ -149,14 +158,15 @@ def make_runner(family: str, directory: Path) -> ModelRunner:
     return ModelRunner(model, PagedKVCache(model.kv_spec, NUM_BLOCKS, BLOCK_SIZE, model.dtype, "cpu"))
 
 
-def run_on_fakes(runner: ModelRunner) -> list[tuple[int, ...]]:
-    """Both kinds of passes as they would be captured, on fake tensors: the shapes of what they return."""
-    shapes = []
+def run_on_fakes(runner: ModelRunner) -> int:
+    """Both kinds of passes as they would be captured, on fake tensors; how many came to their end."""
+    ended = []
 
     def record(run):
         run()
         with FakeTensorMode(allow_non_fake_inputs=True):
-            shapes.extend(tuple(output.shape) for output in run())
+            run()
+        ended.append(run)
         return run
 
     graphs = CudaGraphs(runner.model, runner.kv_cache, MAX_MODEL_LEN, record=record)
@@ -165,32 +175,31 @@ def run_on_fakes(runner: ModelRunner) -> list[tuple[int, ...]]:
         graphs.run(pack(rows, BLOCK_SIZE), None)
         if runner.model.has_argmax:
             graphs.run(pack(rows, BLOCK_SIZE), 100)
-    return shapes
+    return len(ended)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "granite", "glm4"])
 def test_nothing_in_a_pass_waits_for_the_device(family, tmp_path, monkeypatch):
     runner = make_runner(family, tmp_path)
     launch_nothing(monkeypatch)
-    logits = [(4, runner.model.vocab_size)]
-    assert run_on_fakes(runner) == ([*logits, (4,), (4,)] if runner.model.has_argmax else logits)
+    assert run_on_fakes(runner) == 1 + runner.model.has_argmax
 
 
-WAITS = {
-    "item": lambda x: x.sum().item(),
-    "tolist": lambda x: x.tolist(),
-    "numpy": lambda x: x.numpy(),
-    "bool": lambda x: bool((x > 0).any()),
-    "nonzero": lambda x: x.nonzero(),
+WAITS = {  # and what a fake tensor says to it
+    "item": (lambda x: x.sum().item(), "_local_scalar_dense"),
+    "tolist": (lambda x: x.tolist(), "_local_scalar_dense"),
+    "numpy": (lambda x: x.numpy(), r"\.numpy\(\)"),
+    "bool": (lambda x: bool((x > 0).any()), "_local_scalar_dense"),
+    "nonzero": (lambda x: x.nonzero(), "nonzero"),
 }
 
 
-def test_what_waits_for_the_device_is_seen(tmp_path, monkeypatch):
+def test_what_waits_for_the_device_is_seen(tmp_path, monkeypatch, caplog):
     runner = make_runner("qwen3", tmp_path)
     launch_nothing(monkeypatch)
     gate = runner.model.decoder.layers[0].gate
     forward = gate.forward
-    for name, wait in WAITS.items():
+    for name, (wait, said) in WAITS.items():
 
         def planted(x, wait=wait):
             if isinstance(x, FakeTensor):
@@ -198,9 +207,8 @@ def test_what_waits_for_the_device_is_seen(tmp_path, monkeypatch):
             return forward(x)
 
         monkeypatch.setattr(gate, "forward", planted)
-        with pytest.raises(Exception) as raised:
-            run_on_fakes(runner)
-        assert isinstance(raised.value, WAIT_ERRORS), (name, raised.value)
+        assert run_on_fakes(runner) == 0, name
+        assert re.search(said, caplog.records[-1].message), (name, caplog.records[-1].message)
 
 
 def test_the_report_says_why_passes_are_not_captured(model, monkeypatch):

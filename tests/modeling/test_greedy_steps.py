@@ -17,9 +17,10 @@ BLOCK_SIZE = 4
 VOCAB_SIZE = 120  # of the toys' 128
 
 
-@pytest.fixture(params=["qwen3", "llama"])
+@pytest.fixture(params=[("qwen3", "float32"), ("llama", "float32"), ("llama", "bfloat16")], ids=" ".join)
 def model(request, toy_path):
-    return load_model(toy_path(request.param), max_model_len=64, attention_backend="cpp")
+    family, dtype = request.param
+    return load_model(toy_path(family), dtype=dtype, max_model_len=64, attention_backend="cpp")
 
 
 def proposal(model, in_one_call: bool, monkeypatch) -> tuple[list[list[int]], list[torch.Tensor]]:
@@ -55,6 +56,12 @@ def test_one_call_finds_what_single_passes_find(model, monkeypatch):
         assert torch.equal(ours, theirs)
 
 
+def test_logits_that_a_family_changes_are_found_one_by_one(toy_path):
+    """Soft-capping may make ties."""
+    model = load_model(toy_path("gemma2"), max_model_len=64, attention_backend="cpp")
+    assert not model.decoder.runs_greedy_steps(1)
+
+
 def test_only_the_first_ids_are_found(model, monkeypatch):
     """An output layer may have rows beyond the vocabulary."""
     most = {int(tokens) for step in proposal(model, True, monkeypatch)[0] for tokens in step}
@@ -69,6 +76,12 @@ def test_rows_that_are_not_there_are_refused(model):
     second = dataclasses.replace(pack([RaggedRow([5], 2, [1], 1)], BLOCK_SIZE))
     with pytest.raises(IndexError, match="kept leads outside"):
         runner.greedy_steps([first, second], [None, torch.tensor([1])], VOCAB_SIZE)
+    two = pack([RaggedRow([5], 2, [1], 1), RaggedRow([5], 0, [2], 1)], BLOCK_SIZE)
+    with pytest.raises(IndexError, match="kept leads outside"):  # two rows for one token
+        runner.greedy_steps([first, two], [None, None], VOCAB_SIZE)
+    for vocab_size in (0, model.vocab_size + 1):
+        with pytest.raises(IndexError, match="vocab_size leads outside"):
+            runner.greedy_steps([first], [None], vocab_size)
     far = dataclasses.replace(second, positions=torch.tensor([64]))
     with pytest.raises(IndexError, match="positions leads outside"):
         runner.greedy_steps([first, far], [None, None], VOCAB_SIZE)

@@ -115,7 +115,7 @@ void forward(const Decoder& decoder, Pass pass, void* const* pools, const int64_
 }
 
 struct Step {
-    Pass pass;
+    Pass call;
     const int64_t *positions, *logits_idx;  // [num_rows]; [num_logits], or null where that is all rows
     const int64_t* kept;                    // [num_rows]: rows of what the step before has found; null: all
     int64_t num_logits;
@@ -134,21 +134,23 @@ inline int outside(const Decoder& decoder, const Pass& pass, const int64_t* toke
 template <typename T>
 int greedy_steps(const Decoder& decoder, const Step* steps, int64_t num_steps, void* const* pools,
                  const int64_t* token_ids, int64_t num_ids) {
+    if (num_ids < 1 || num_ids > decoder.vocab_size) return 5;
     std::vector<int64_t> taken;
     std::vector<T> logits;
     for (int64_t s = 0; s < num_steps; ++s) {
         const Step& step = steps[s];
         if (s) {
-            const int64_t* found = steps[s - 1].found;
-            if (step.kept && !all_below(step.kept, step.pass.num_rows, steps[s - 1].num_logits)) return 4;
-            taken.resize(size_t(step.pass.num_rows));
+            const int64_t *found = steps[s - 1].found, num_found = steps[s - 1].num_logits;
+            if (step.kept ? !all_below(step.kept, step.call.num_rows, num_found) : step.call.num_rows != num_found)
+                return 4;
+            taken.resize(size_t(step.call.num_rows));
             for (size_t row = 0; row < taken.size(); ++row) taken[row] = found[step.kept ? step.kept[row] : row];
             token_ids = taken.data();
         }
-        const int problem = outside(decoder, step.pass, token_ids, step.positions, step.logits_idx, step.num_logits);
+        const int problem = outside(decoder, step.call, token_ids, step.positions, step.logits_idx, step.num_logits);
         if (problem) return problem;
         logits.resize(size_t(step.num_logits * decoder.vocab_size));
-        forward(decoder, step.pass, pools, token_ids, step.positions, step.logits_idx, step.num_logits, logits.data());
+        forward(decoder, step.call, pools, token_ids, step.positions, step.logits_idx, step.num_logits, logits.data());
         for (int64_t row = 0; row < step.num_logits; ++row) {
             const T* values = logits.data() + row * decoder.vocab_size;
             int64_t best = 0;
@@ -163,18 +165,20 @@ int greedy_steps(const Decoder& decoder, const Step* steps, int64_t num_steps, v
 }  // namespace
 
 // token_ids and positions [num_rows]; logits_idx [num_logits], or null where that is all rows; logits [num_logits, V].
-// Returns 0, or which index leads outside of its table: 1 a token id, 2 a position, 3 an entry of logits_idx, 4 of kept.
+// Returns 0, or which index leads outside of its table: 1 a token id, 2 a position, 3 an entry of logits_idx, 4 of kept,
+// 5 the number of ids to choose from.
 #undef DEFINE
 #define DEFINE(SUFFIX, TYPE)                                                                                          \
-    extern "C" int decoder_##SUFFIX(const Decoder* decoder, const Pass* pass, void* const* pools, const int64_t* token_ids,     \
-                        const int64_t* positions, const int64_t* logits_idx, int64_t num_logits, void* logits) {    \
-        const int problem = outside(*decoder, *pass, token_ids, positions, logits_idx, num_logits);                 \
-        if (!problem) forward(*decoder, *pass, pools, token_ids, positions, logits_idx, num_logits, (TYPE*)logits); \
-        return problem;                                                                                             \
-    }                                                                                                               \
+    extern "C" int decoder_##SUFFIX(const Decoder* decoder, const Pass* pass, void* const* pools,                     \
+                                    const int64_t* token_ids, const int64_t* positions, const int64_t* logits_idx,    \
+                                    int64_t num_logits, void* logits) {                                               \
+        const int problem = outside(*decoder, *pass, token_ids, positions, logits_idx, num_logits);                   \
+        if (!problem) forward(*decoder, *pass, pools, token_ids, positions, logits_idx, num_logits, (TYPE*)logits);   \
+        return problem;                                                                                               \
+    }                                                                                                                 \
     extern "C" int greedy_steps_##SUFFIX(const Decoder* decoder, const Step* steps, int64_t num_steps,                \
-                                       void* const* pools, const int64_t* token_ids, int64_t num_ids) {             \
-        return greedy_steps<TYPE>(*decoder, steps, num_steps, pools, token_ids, num_ids);                           \
+                                         void* const* pools, const int64_t* token_ids, int64_t num_ids) {             \
+        return greedy_steps<TYPE>(*decoder, steps, num_steps, pools, token_ids, num_ids);                             \
     }
 
 DEFINE(float32, float)

@@ -54,7 +54,13 @@ class Step(ctypes.Structure):
     ]
 
 
-OUTSIDE = {1: "token_ids", 2: "positions", 3: "logits_idx", 4: "kept"}  # what a result other than 0 says
+OUTSIDE = {
+    1: "token_ids",
+    2: "positions",
+    3: "logits_idx",
+    4: "kept",
+    5: "vocab_size",
+}  # what a result other than 0 says
 
 
 @functools.cache

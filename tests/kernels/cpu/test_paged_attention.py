@@ -11,7 +11,7 @@ from tests.kernels.cpu.world import World
 
 # (context, query tokens) of each sequence
 BATCHES = {
-    "decode": [(0, 1), (5, 1), (31, 1), (32, 1), (200, 1)],
+    "decode": [(0, 1), (5, 1), (63, 1), (64, 1), (127, 1), (128, 1), (200, 1)],
     "verify beside prefill and decode": [(9, 6), (0, 33), (70, 6), (12, 1), (61, 6), (3, 2), (40, 1)],
     "chunked prefill": [(0, 1), (130, 70), (31, 3), (17, 66)],
 }
@@ -19,7 +19,7 @@ OPTIONS = {
     "plain": {},
     "scaling": {"scaling": 0.4},
     "window": {"window": 9},
-    "window past a chunk": {"window": 40},
+    "window past a chunk": {"window": 100},
     "softcap": {"softcap": 1.5, "scaling": 0.5},
     "sinks": {"sinks": True},
     "all": {"scaling": 0.4, "window": 21, "softcap": 2.0, "sinks": True},
@@ -87,14 +87,16 @@ def test_a_token_has_the_same_bits_in_decode_verify_and_prefill(dtype, head_dim,
         world.copy_sequence(whole, start, stop)
         return world.attend(**given_options)[sum(query_len for _, query_len in mates) :][: stop - start]
 
-    for start in (1, 31, 32, 33, 64, 149):
+    for start in (1, 7, 8, 63, 64, 65, 127, 128, 149):
         assert torch.equal(rows(start, start + 1, [], 1), expected[start : start + 1])
     for start, stop in ((30, 36), (63, 70), (100, 107), (5, 120)):
         got = rows(start, stop, [(17, 3), (90, 1), (0, 40)], stop)
         assert torch.equal(got, expected[start:stop]), (start, stop)
     torch.set_num_threads(2)
     try:
-        assert torch.equal(rows(63, 70, [(17, 3), (90, 1)], 3), expected[63:70])
+        # A few tiles, whose heads go to different threads; and many, whose heads stay together.
+        for mates in ([(17, 3), (90, 1)], [(3 * i, 1) for i in range(12)]):
+            assert torch.equal(rows(63, 70, mates, 3), expected[63:70])
     finally:
         torch.set_num_threads(1)
 
