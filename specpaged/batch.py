@@ -8,6 +8,7 @@ Dimensions, used beside every tensor of the project:
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -61,6 +62,11 @@ class RaggedBatch:
         return self.token_ids.shape[0]
 
 
+def ints(values: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
+    """Ints, at least one, as a tensor [n] int64 or int32 on the host: several times quicker than torch.tensor."""
+    return torch.frombuffer(array("q" if dtype == torch.int64 else "i", values), dtype=dtype)
+
+
 def upload(tensor: Tensor, device: torch.device | str) -> Tensor:
     """A host tensor on the device; to a GPU through pinned memory, as a copy from pageable memory would wait."""
     if torch.device(device).type != "cuda":
@@ -79,24 +85,28 @@ def pack(rows: Sequence[RaggedRow], block_size: int, device: torch.device | str 
         start, end = row.context_len, row.context_len + len(row.token_ids)
         token_ids.extend(row.token_ids)
         positions.extend(range(start, end))
-        blocks = row.blocks
-        slots.extend([blocks[p // block_size] * block_size + p % block_size for p in range(start, end)])
+        while start < end:  # block by block
+            block_idx, offset = divmod(start, block_size)
+            count = min(end - start, block_size - offset)
+            slot = row.blocks[block_idx] * block_size + offset
+            slots.extend(range(slot, slot + count))
+            start += count
         cu_query_lens.append(len(token_ids))
         logits_idx.extend(range(len(token_ids) - row.num_logits, len(token_ids)))
     width = max(-(-(row.context_len + len(row.token_ids)) // block_size) for row in rows)
     page_table: list[int] = []
     for row in rows:
         # It may be longer than what this pass reads: blocks reserved for drafts to come.
-        blocks = row.blocks[:width]
-        page_table.extend(blocks)
-        page_table.extend([0] * (width - len(blocks)))
+        page_table.extend(row.blocks[:width])
+        if len(row.blocks) < width:
+            page_table.extend([0] * (width - len(row.blocks)))
     context_lens = tuple(row.context_len for row in rows)
     num_tokens, num_seqs = len(token_ids), len(rows)
     # Two uploads in all.
-    wide = upload(torch.tensor([*token_ids, *positions, *slots, *logits_idx]), device)
-    narrow = upload(torch.tensor([*page_table, *cu_query_lens, *context_lens], dtype=torch.int32), device)
-    table, bounds, contexts = narrow.split([num_seqs * width, num_seqs + 1, num_seqs])
-    ids, places, targets, wanted = wide.split([num_tokens] * 3 + [len(logits_idx)])
+    wide = upload(ints([*token_ids, *positions, *slots, *logits_idx]), device)
+    narrow = upload(ints([*page_table, *cu_query_lens, *context_lens], torch.int32), device)
+    table, bounds, contexts = narrow.split_with_sizes([num_seqs * width, num_seqs + 1, num_seqs])
+    ids, places, targets, wanted = wide.split_with_sizes([num_tokens] * 3 + [len(logits_idx)])
     return RaggedBatch(
         token_ids=ids,
         positions=places,

@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from specpaged.batch import RaggedBatch, upload
+from specpaged.batch import RaggedBatch, ints, upload
 from specpaged.drafting.base import DraftRow
 
 
@@ -50,15 +50,20 @@ class DraftSteps:
         kept = [i for part in going_on if part is not None for i in part]
         width = -(-(max(positions) + 1) // block_size)
         first = members[1]
-        table = [[*row.blocks[:width], *[0] * (width - len(row.blocks))] for row in first]
-        wide = upload(torch.tensor([*positions, *slots, *range(len(first)), *kept]), device)
-        blocks = [block for row in table for block in row]
-        narrow = upload(torch.tensor([*blocks, *positions, *range(len(first) + 1)], dtype=torch.int32), device)
+        wide = upload(ints([*positions, *slots, *range(len(first)), *kept]), device)
+        blocks: list[int] = []
+        for row in first:
+            blocks.extend(row.blocks[:width])
+            if len(row.blocks) < width:
+                blocks.extend([0] * (width - len(row.blocks)))
+        narrow = upload(ints([*blocks, *positions, *range(len(first) + 1)], torch.int32), device)
         total = len(positions)
-        places, targets, self._rows, kept_idx = wide.split([total, total, len(first), len(kept)])
-        table_idx, contexts, self._bounds = narrow.split([len(first) * width, total, len(first) + 1])
-        self._positions, self._slots, self._context_lens = (x.split(counts) for x in (places, targets, contexts))
-        parts = iter(kept_idx.split([len(part) for part in going_on if part is not None]))
+        places, targets, self._rows, kept_idx = wide.split_with_sizes([total, total, len(first), len(kept)])
+        table_idx, contexts, self._bounds = narrow.split_with_sizes([len(first) * width, total, len(first) + 1])
+        self._positions, self._slots, self._context_lens = (
+            x.split_with_sizes(counts) for x in (places, targets, contexts)
+        )
+        parts = iter(kept_idx.split_with_sizes([len(part) for part in going_on if part is not None]))
         self.kept[1:] = [None if part is None else next(parts) for part in going_on]
         self._page_tables = [table_idx.view(len(first), width)]
         for kept_of_step in self.kept[2:]:

@@ -85,7 +85,7 @@ class CppDecoder(nn.Module):
     ) -> list[Tensor]:
         """See ModelRunner.greedy_steps."""
         found = torch.empty(sum(len(batch.logits_idx) for batch in batches), dtype=torch.int64)
-        parts = found.split([len(batch.logits_idx) for batch in batches])
+        parts = found.split_with_sizes([len(batch.logits_idx) for batch in batches])
         steps = (kernel.Step * len(batches))()
         for step, batch, rows, part in zip(steps, batches, kept, parts, strict=True):
             step.call = self._call(batch, len(batch.positions))  # a batch has no tokens of its own but for the first
