@@ -67,6 +67,19 @@ def ints(values: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
     return torch.frombuffer(array("q" if dtype == torch.int64 else "i", values), dtype=dtype)
 
 
+def flat_page_table(tables: Sequence[Sequence[int]], width: int) -> list[int]:
+    """[B * width]: of each sequence its first blocks, filled up with the null block.
+
+    A table may be longer than what a pass reads, by blocks reserved for drafts to come.
+    """
+    flat: list[int] = []
+    for blocks in tables:
+        flat.extend(blocks[:width])
+        if len(blocks) < width:
+            flat.extend([0] * (width - len(blocks)))
+    return flat
+
+
 def upload(tensor: Tensor, device: torch.device | str) -> Tensor:
     """A host tensor on the device; to a GPU through pinned memory, as a copy from pageable memory would wait."""
     if torch.device(device).type != "cuda":
@@ -94,12 +107,7 @@ def pack(rows: Sequence[RaggedRow], block_size: int, device: torch.device | str 
         cu_query_lens.append(len(token_ids))
         logits_idx.extend(range(len(token_ids) - row.num_logits, len(token_ids)))
     width = max(-(-(row.context_len + len(row.token_ids)) // block_size) for row in rows)
-    page_table: list[int] = []
-    for row in rows:
-        # It may be longer than what this pass reads: blocks reserved for drafts to come.
-        page_table.extend(row.blocks[:width])
-        if len(row.blocks) < width:
-            page_table.extend([0] * (width - len(row.blocks)))
+    page_table = flat_page_table([row.blocks for row in rows], width)
     context_lens = tuple(row.context_len for row in rows)
     num_tokens, num_seqs = len(token_ids), len(rows)
     # Two uploads in all.

@@ -23,7 +23,7 @@ def _drafting(config: SpeculativeConfig) -> str:
     ranges = config.num_speculative_tokens_per_batch_size
     if ranges is None:
         return str(config.num_speculative_tokens)
-    (first, last, k), *others = ranges or ((1, 1, 0),)
+    (first, last, k), *others = ranges
     parts = [f"{k} for {first}-{last} running sequences", *(f"{k} for {first}-{last}" for first, last, k in others)]
     return ", ".join([*parts, "else 0"])
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from specpaged.batch import RaggedBatch, ints, upload
+from specpaged.batch import RaggedBatch, flat_page_table, ints, upload
 from specpaged.drafting.base import DraftRow
 
 
@@ -51,11 +51,7 @@ class DraftSteps:
         width = -(-(max(positions) + 1) // block_size)
         first = members[1]
         wide = upload(ints([*positions, *slots, *range(len(first)), *kept]), device)
-        blocks: list[int] = []
-        for row in first:
-            blocks.extend(row.blocks[:width])
-            if len(row.blocks) < width:
-                blocks.extend([0] * (width - len(row.blocks)))
+        blocks = flat_page_table([row.blocks for row in first], width)
         narrow = upload(ints([*blocks, *positions, *range(len(first) + 1)], torch.int32), device)
         total = len(positions)
         places, targets, self._rows, kept_idx = wide.split_with_sizes([total, total, len(first), len(kept)])
