@@ -46,7 +46,7 @@ class RaggedBatch:
 
     token_ids: Tensor  # [N] int64
     positions: Tensor  # [N] int64
-    slot_mapping: Tensor  # [N] int64, block * block_size + offset
+    slot_mapping: Tensor  # [N] int64, block * block_stride + offset
     page_table: Tensor  # [B, max_blocks] int32, filled up with the null block
     cu_query_lens: Tensor  # [B + 1] int32
     context_lens: Tensor  # [B] int32, before the pass
@@ -55,6 +55,7 @@ class RaggedBatch:
     context_lens_host: tuple[int, ...]
     num_logits: tuple[int, ...]
     block_size: int
+    block_stride: int  # slots from a block to the next one: block_size, unless blocks are a dense batch's rows
 
     @property
     def num_tokens(self) -> int:
@@ -87,8 +88,14 @@ def upload(tensor: Tensor, device: torch.device | str) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def pack(rows: Sequence[RaggedRow], block_size: int, device: torch.device | str = "cpu") -> RaggedBatch:
-    """Pack the rows of B sequences, in order, into one batch of N tokens."""
+def pack(
+    rows: Sequence[RaggedRow],
+    block_size: int,
+    device: torch.device | str = "cpu",
+    block_stride: int | None = None,
+) -> RaggedBatch:
+    """Pack the rows of B sequences, in order, into one batch of N tokens. `block_stride` is block_size by default."""
+    stride = block_stride or block_size
     token_ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
@@ -101,7 +108,7 @@ def pack(rows: Sequence[RaggedRow], block_size: int, device: torch.device | str 
         while start < end:  # block by block
             block_idx, offset = divmod(start, block_size)
             count = min(end - start, block_size - offset)
-            slot = row.blocks[block_idx] * block_size + offset
+            slot = row.blocks[block_idx] * stride + offset
             slots.extend(range(slot, slot + count))
             start += count
         cu_query_lens.append(len(token_ids))
@@ -127,4 +134,5 @@ def pack(rows: Sequence[RaggedRow], block_size: int, device: torch.device | str 
         context_lens_host=context_lens,
         num_logits=tuple(row.num_logits for row in rows),
         block_size=block_size,
+        block_stride=stride,
     )

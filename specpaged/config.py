@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -13,6 +14,9 @@ METHODS = ("draft_model",)
 ATTENTION_BACKENDS = ("auto", "torch", "cpp", "triton", "xformers")
 MODEL_IMPLS = ("auto", "flat", "transformers")
 VERIFICATIONS = ("greedy", "coupled", "rejection")
+SCHEDULES = ("continuous", "eqspec", "exspec")
+ROLLBACKS = ("truncate", "repad", "gather", "compact", "group", "batch_min")
+MIN_WINDOW = 48  # of EXSPEC by default, as in the paper (arXiv 2510.22876)
 
 ASSETS = Path(__file__).parent / "assets"
 EMBEDDED_TARGET = str(ASSETS / "target")
@@ -148,6 +152,11 @@ class EngineConfig:
     flat decoder for the families that it covers, and else the model's own modules in transformers. On a GPU the flat
     decoder's passes are captured as CUDA graphs unless `enforce_eager`. Unless told otherwise, `LLM(device="cuda")`
     takes blocks of 64 tokens.
+
+    `schedule` and `rollback` are for studies; what comes out of a request is the same with all of them. `schedule`:
+    "eqspec" runs fixed batches to their end; "exspec" holds a `window` of sequences (default: 48, or half as many again
+    as max_num_seqs) and runs batches of equal length out of it, those waiting ordered by length if `sort_by_length`.
+    `rollback` other than "truncate" keeps KV in dense, left-padded batches: see specpaged.realignment.
     """
 
     model: str = EMBEDDED_TARGET
@@ -164,6 +173,10 @@ class EngineConfig:
     attention_backend: str = "auto"
     model_impl: str = "auto"
     enforce_eager: bool = False
+    schedule: str = "continuous"
+    window: int | None = None
+    sort_by_length: bool = False
+    rollback: str = "truncate"
     seed: int = 0
     trust_remote_code: bool = False
 
@@ -183,8 +196,53 @@ class EngineConfig:
             check_int("max_model_len", self.max_model_len, 2)
         if self.kv_cache_memory_bytes is not None:
             check_int("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
+        self._check_arm()
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} must be at least "
                 f"max_num_seqs={self.max_num_seqs}: every running sequence runs a token in every step"
             )
+
+    @property
+    def num_residents(self) -> int:
+        """Sequences that may hold KV at once: those that run, or wait in EXSPEC's window."""
+        if self.schedule != "exspec":
+            return self.max_num_seqs
+        return self.window or max(MIN_WINDOW, self.max_num_seqs * 3 // 2)
+
+    def _check_arm(self) -> None:
+        check_choice("schedule", self.schedule, SCHEDULES)
+        check_choice("rollback", self.rollback, ROLLBACKS)
+        check_bool("sort_by_length", self.sort_by_length)
+        if self.schedule != "exspec":
+            for name in ("window", "sort_by_length"):
+                if getattr(self, name):
+                    raise ValueError(
+                        f"{name}={getattr(self, name)!r} is for schedule='exspec' alone; schedule={self.schedule!r}"
+                    )
+        elif self.window is not None:
+            check_int("window", self.window, 1)
+            if self.window < self.max_num_seqs:
+                raise ValueError(
+                    f"window={self.window} must be at least max_num_seqs={self.max_num_seqs}: batches come out of it"
+                )
+        if self.rollback == "truncate":
+            return
+        if self.schedule == "exspec" and self.rollback != "group":
+            raise ValueError(
+                f"rollback={self.rollback!r} keeps one batch together, and schedule='exspec' makes up another one in "
+                "every round; allowed: rollback='truncate' or 'group', or another schedule"
+            )
+        if self.enable_prefix_caching:
+            raise ValueError(f"enable_prefix_caching=True needs pages; rollback={self.rollback!r} has none")
+        if self.attention_backend == "xformers":
+            raise ValueError(f"attention_backend='xformers' reads pages alone; rollback={self.rollback!r} has none")
+        if self.rollback == "compact" and not self.device.startswith("cuda") and not _interprets_triton():
+            raise ValueError(
+                f"rollback='compact' is a Triton kernel and needs a GPU; device={self.device!r} (Triton's interpreter, "
+                f"TRITON_INTERPRET=1, is for tests); allowed here: {', '.join(r for r in ROLLBACKS if r != 'compact')}"
+            )
+
+
+def _interprets_triton() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"

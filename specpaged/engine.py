@@ -20,12 +20,13 @@ from specpaged.paging.block_allocator import BlockAllocator
 from specpaged.paging.page_table import DRAFT, TARGET, PageTable
 from specpaged.paging.prefix_cache import PrefixCache
 from specpaged.prompt_logprobs import prompt_rows, record_prompt_logprobs, wants_prompt_logits
+from specpaged.realignment.base import Arm
 from specpaged.request import Request, validate_request
 from specpaged.sampling import get_sampling_batch
 from specpaged.sampling.batch import SamplingBatch, SamplingRequest
 from specpaged.sampling_params import SamplingParams, bad_words_token_ids
+from specpaged.scheduling import get_scheduler
 from specpaged.scheduling.base import ScheduledSequence, ScheduledStep
-from specpaged.scheduling.continuous import ContinuousScheduler
 from specpaged.sequence import Sequence
 from specpaged.stopping import StopChecker
 from specpaged.verification import get_verifier
@@ -55,12 +56,14 @@ class Engine:
         target: ModelRunner,
         draft: ModelRunner | None = None,
         drafter: Drafter | None = None,
+        arm: Arm | None = None,
     ):
         self.config = config
         self.vocabulary = vocabulary
         self.target = target
         self.draft = draft
         self.drafter = drafter
+        self.arm = arm or Arm(config.block_size)
         self.metrics = EngineMetrics()
         speculative = config.speculative_config if drafter is not None else None
         self.max_draft_tokens = speculative.max_draft_tokens if speculative else 0
@@ -68,16 +71,17 @@ class Engine:
         backend = target.model.backend
         self.verifier = get_verifier(speculative.verification if speculative else "coupled", backend)
         self.sampling_batch = get_sampling_batch(backend)
-        num_slots = target.kv_cache.num_blocks * config.block_size
+        num_slots = target.kv_cache.num_slots
         if num_slots < config.max_model_len:
             raise ValueError(
                 f"target.kv_cache has {num_slots} slots; allowed: max_model_len={config.max_model_len} or more"
             )
         self.allocator = BlockAllocator(target.kv_cache.num_blocks)
         self.prefix_cache = PrefixCache(self.allocator, config.block_size) if config.enable_prefix_caching else None
-        self.scheduler = ContinuousScheduler(
+        self.scheduler = get_scheduler(
+            config,
             self.allocator,
-            block_size=config.block_size,
+            block_size=self.arm.tokens_per_block,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=config.max_model_len,
@@ -121,7 +125,7 @@ class Engine:
         sequences = []
         for child in range(params.n):
             # A request that never drafts needs no draft KV: its page table has one pool.
-            table = PageTable(self.allocator, self.config.block_size, self.num_pools if max_draft_tokens else 1)
+            table = self.arm.new_table(self.allocator, self.num_pools if max_draft_tokens else 1)
             child_seed = (seed + child) % 2**64
             sequence = Sequence(
                 request_id, list(prompt_token_ids), params, child_seed, table, max_draft_tokens, child_idx=child
@@ -141,7 +145,7 @@ class Engine:
                 max_output_tokens=self.config.max_model_len - len(prompt_token_ids),
                 prompt_token_ids=sequence.prompt_token_ids,
             )
-            sequence.fork_source = sequences[0] if sequences else None
+            sequence.fork_source = sequences[0] if sequences and self.arm.shares_blocks else None
             sequences.append(sequence)
         self.requests[request_id] = Request(request_id, prompt, sequences)
         self.metrics.prompt_tokens += len(prompt_token_ids)
@@ -179,18 +183,20 @@ class Engine:
             if self.has_unfinished_requests:
                 raise RuntimeError(f"no sequence can run, and {len(self.scheduler)} wait: {list(self.scheduler)}")
             return []
+        self._place(scheduled)
         with stage("propose"):
             draft = self._propose(scheduled, sampling)
         with stage("score"):
             logits, prompt_logits = self._score(scheduled, draft, sampling)
         with stage("verify"):
-            verified = self.verifier.verify(logits, draft, sampling)
+            verified = self.arm.limit(self.verifier.verify(logits, draft, sampling))
         with stage("commit"):
             return self._commit(scheduled, draft, verified, prompt_logits)
 
     def check_integrity(self) -> None:
         """Free + held == total, and every block held is held by a sequence of this engine."""
         self.scheduler.check_integrity()
+        self.arm.check_integrity()
         if self.prefix_cache is not None:
             self.prefix_cache.check_integrity()
         for runner in (self.target, self.draft):
@@ -207,6 +213,11 @@ class Engine:
             for runner in (self.target, self.draft):
                 if runner is not None:
                     self.metrics.fork_copied_bytes += runner.kv_cache.copy_blocks(scheduled.forks)
+
+    def _place(self, scheduled: ScheduledStep) -> None:
+        start = time.perf_counter()
+        self.arm.place(scheduled.entries)
+        self.metrics.rollback_seconds += time.perf_counter() - start
 
     def _propose(self, scheduled: ScheduledStep, sampling: SamplingBatch) -> DraftOutput:
         num_requests = sum(entry.samples for entry in scheduled.entries)
@@ -238,8 +249,9 @@ class Engine:
                 num_logits = len(draft_token_ids) + 1
             if wants_prompt_logits(entry):
                 num_logits = len(token_ids)
-            rows.append(RaggedRow(token_ids, start, sequence.page_table.blocks, num_logits))
-        batch = pack(rows, self.config.block_size, self.target.model.device)
+            rows.append(RaggedRow(token_ids, start, sequence.page_table.entries, num_logits))
+        cache = self.target.kv_cache
+        batch = pack(rows, cache.block_size, self.target.model.device, cache.block_stride)
         of_prompts = any(map(wants_prompt_logits, scheduled.entries))
         if sampling.takes_argmax and not sampling.wants_logprobs and not of_prompts:
             return self.target.argmax(batch, self.vocabulary.size), {}
@@ -317,9 +329,14 @@ class Engine:
                 self._publish(entry.sequence)
         for sequence in finished:
             self._finish(sequence, sequence.finish_reason or "error")
+        self._realign()
         metrics.preemptions = self.scheduler.num_preemptions
+        metrics.grouped_rounds = self.scheduler.num_grouped_rounds
+        metrics.fallback_rounds = self.scheduler.num_fallback_rounds
         runners = [runner for runner in (self.target, self.draft) if runner is not None]
-        metrics.gathered_bytes = sum(runner.gathered_bytes for runner in runners)
+        copied = self.arm.copied
+        metrics.rollback_bytes, metrics.other_copied_bytes = copied.rollback, copied.other
+        metrics.gathered_bytes = copied.gather + sum(runner.gathered_bytes for runner in runners)
         metrics.filler_rows = sum(runner.filler_rows for runner in runners)
         return self._collect(finished)
 
@@ -337,6 +354,11 @@ class Engine:
         metrics.rolled_back_tokens += sum(num_tokens for *_, num_tokens in rollbacks)
         metrics.rollback_blocks_freed += num_blocks
         metrics.rollback_seconds += time.perf_counter() - start
+
+    def _realign(self) -> None:
+        start = time.perf_counter()
+        self.arm.realign(self.scheduler.running)
+        self.metrics.rollback_seconds += time.perf_counter() - start
 
     def _publish(self, sequence: Sequence) -> None:
         """Offer the sequence's full blocks to the prefix cache, if every pool holds their KV."""
@@ -365,7 +387,7 @@ def _draft_row(entry: ScheduledSequence, request_idx: int) -> DraftRow | None:
     sequence, table = entry.sequence, entry.sequence.page_table
     start = table.context_lens[DRAFT]
     token_ids = sequence.token_ids[start : entry.context_len + entry.num_new_tokens]
-    return DraftRow(token_ids, start, table.blocks, entry.num_draft_tokens, request_idx)
+    return DraftRow(token_ids, start, table.entries, entry.num_draft_tokens, request_idx)
 
 
 def _runs_draft(entry: ScheduledSequence) -> bool:

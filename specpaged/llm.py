@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
+from specpaged import kv_memory
 from specpaged.config import EMBEDDED_DRAFT, EMBEDDED_TARGET, EngineConfig, SpeculativeConfig
 from specpaged.drafting.draft_model import DraftModelDrafter
 from specpaged.engine import Engine, Vocabulary
@@ -19,6 +19,9 @@ from specpaged.modeling.loading import LoadedModel, load_model, load_tokenizer
 from specpaged.modeling.model_runner import ModelRunner
 from specpaged.outputs import RequestOutput
 from specpaged.paging.kv_cache import PagedKVCache
+from specpaged.paging.page_table import DRAFT, TARGET
+from specpaged.realignment import dense_arm
+from specpaged.realignment.dense_kv_cache import DenseKVCache
 from specpaged.report import StartupReport
 from specpaged.sampling_params import SamplingParams
 
@@ -26,8 +29,6 @@ logger = logging.getLogger("specpaged")
 
 Prompt = str | Mapping[str, Any]
 
-DEFAULT_CPU_KV_BYTES = 1 << 30
-GPU_KV_FRACTION = 0.8
 GPU_BLOCK_SIZE = 64
 _TOKENS_FORM = "{'prompt_token_ids': [...]}"
 
@@ -72,20 +73,19 @@ class LLM:
         if speculative is not None and speculative.max_draft_tokens > 0:
             draft = self._load_draft(config, target, vocab_size)
         models = [m for m in (target, draft) if m is not None]
-        config = replace(config, max_model_len=_max_model_len(config, models))
-        num_blocks = _num_blocks(config, models)
+        config = replace(config, max_model_len=kv_memory.max_model_len(config, models))
+        caches = kv_memory.new_kv_caches(config, models)
 
-        def runner(loaded: LoadedModel) -> ModelRunner:
-            cache = PagedKVCache(loaded.kv_spec, num_blocks, config.block_size, loaded.dtype, loaded.device)
+        def runner(loaded: LoadedModel, cache: PagedKVCache | DenseKVCache) -> ModelRunner:
             graphs = None
             if CudaGraphs.why_not(loaded, config.enforce_eager) is None:
                 graphs = CudaGraphs(loaded, cache, config.max_model_len)
             return ModelRunner(loaded, cache, graphs)
 
-        target_runner = runner(target)
+        target_runner = runner(target, caches[TARGET])
         draft_runner = drafter = None
         if draft is not None:
-            draft_runner = runner(draft)
+            draft_runner = runner(draft, caches[DRAFT])
             drafter = DraftModelDrafter(
                 draft_runner,
                 vocab_size,
@@ -96,7 +96,10 @@ class LLM:
         eos_token_ids = tuple(token_id for token_id in target.eos_token_ids if 0 <= token_id < vocab_size)
         vocabulary = Vocabulary(vocab_size, eos_token_ids, self.tokenizer)
         self.config = config
-        self.engine = Engine(config, vocabulary, target_runner, draft_runner, drafter)
+        arm = None
+        if config.rollback != "truncate":
+            arm = dense_arm(config.rollback, caches, config.max_model_len, config.max_num_seqs)
+        self.engine = Engine(config, vocabulary, target_runner, draft_runner, drafter, arm)
         self.report = StartupReport.of(config, target_runner, draft_runner)
         logger.info("%s", self.report)
         self._num_requests = 0
@@ -281,52 +284,3 @@ def _engine_config(
         speculative_config=speculative_config,
         **engine_arguments,
     )
-
-
-def _bytes_per_token(models: Sequence[LoadedModel]) -> int:
-    return sum(2 * heads * dim * model.dtype.itemsize for model in models for heads, dim in model.kv_spec.layers)
-
-
-def _default_kv_bytes(config: EngineConfig) -> int:
-    if torch.device(config.device).type == "cuda":
-        return int(torch.cuda.mem_get_info(config.device)[0] * GPU_KV_FRACTION)
-    return DEFAULT_CPU_KV_BYTES
-
-
-def _max_model_len(config: EngineConfig, models: Sequence[LoadedModel]) -> int:
-    """The target's; where neither a length nor a KV memory was asked for, cut to what the default memory holds."""
-    length = models[0].max_model_len
-    if config.max_model_len is not None or config.kv_cache_memory_bytes is not None:
-        return length
-    num_blocks = _default_kv_bytes(config) // (_bytes_per_token(models) * config.block_size)
-    return min(length, max(1, num_blocks) * config.block_size)
-
-
-def _num_blocks(config: EngineConfig, models: Sequence[LoadedModel]) -> int:
-    """Blocks that the KV memory holds, one block taking its bytes in the pools of all models."""
-    bytes_per_token = _bytes_per_token(models)
-    block_bytes = bytes_per_token * config.block_size
-    blocks_per_sequence = -(-config.max_model_len // config.block_size)
-    memory = config.kv_cache_memory_bytes
-    if memory is None:
-        memory = min(_default_kv_bytes(config), config.max_num_seqs * blocks_per_sequence * block_bytes)
-    num_blocks = memory // block_bytes
-    max_draft_tokens = config.speculative_config.max_draft_tokens if config.speculative_config else 0
-    if num_blocks * config.block_size < max_draft_tokens + 2:
-        raise ValueError(
-            f"speculative_config['num_speculative_tokens']={max_draft_tokens} needs KV for {max_draft_tokens + 2} "
-            f"tokens of a sequence; kv_cache_memory_bytes={memory} holds {num_blocks * config.block_size} "
-            f"({bytes_per_token} bytes per token, block_size {config.block_size})"
-        )
-    if max_draft_tokens + 2 > config.max_model_len:
-        raise ValueError(
-            f"speculative_config['num_speculative_tokens']={max_draft_tokens} must be at most "
-            f"max_model_len - 2 = {config.max_model_len - 2}"
-        )
-    if num_blocks < blocks_per_sequence:
-        raise ValueError(
-            f"kv_cache_memory_bytes={memory} holds {num_blocks} blocks = {num_blocks * config.block_size} tokens; "
-            f"allowed: at least one sequence of max_model_len={config.max_model_len}, that is "
-            f"{blocks_per_sequence * block_bytes} bytes, or a smaller max_model_len"
-        )
-    return num_blocks

@@ -71,7 +71,9 @@ class EngineMetrics(DraftCounters):
 
     A round is a step in which some sequence samples. Unverified KV tokens are those that a target pass wrote for
     drafts: the memory that speculation holds between scoring and commit. Rollback covers both pools; its seconds
-    include the allocator's work.
+    include the allocator's work, and all copies that a dense arm makes. Bytes are those of KV that was written by
+    copying: for rollback, to be read by attention ("gathered"), and for the layout's own sake ("other"). Grouped rounds
+    ran several sequences of one length, fallback rounds several of any: EXSPEC's.
     """
 
     steps: int = 0
@@ -83,13 +85,17 @@ class EngineMetrics(DraftCounters):
     rollbacks: int = 0
     rolled_back_tokens: int = 0
     rollback_blocks_freed: int = 0
+    rollback_bytes: int = 0
     rollback_seconds: float = 0.0
     unverified_kv_tokens: int = 0
     peak_unverified_kv_tokens: int = 0
     blocks_in_use: int = 0
     peak_blocks_in_use: int = 0
     gathered_bytes: int = 0
+    other_copied_bytes: int = 0
     fork_copied_bytes: int = 0
+    grouped_rounds: int = 0
+    fallback_rounds: int = 0
     filler_rows: int = 0
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
 

@@ -79,11 +79,12 @@ class StartupReport:
     """What an engine starts with."""
 
     models: tuple[ModelReport, ...]
-    num_blocks: int
-    block_size: int
+    kv: str
+    num_full_sequences: int  # of max_model_len that the KV memory holds at once
     max_model_len: int
     model_positions: int  # that the target itself has
     drafting: str | None  # how many tokens are drafted; None without a draft
+    schedule: str
 
     @classmethod
     def of(cls, config: EngineConfig, target: ModelRunner, draft: ModelRunner | None) -> StartupReport:
@@ -91,27 +92,28 @@ class StartupReport:
         models = [ModelReport.of("target", target, config.enforce_eager)]
         if draft is not None:
             models.append(ModelReport.of("draft", draft, config.enforce_eager))
+        cache = target.kv_cache
+        if config.rollback == "truncate":
+            kv = f"{cache.num_blocks} blocks of {cache.block_size} tokens"
+            num_full_sequences = cache.num_blocks // -(-config.max_model_len // cache.block_size)
+        else:
+            kv = f"rollback {config.rollback}: {cache.num_rows} rows of {cache.num_columns} tokens"
+            num_full_sequences = cache.num_blocks
+        num_bytes = sum(model.kv_bytes_per_token for model in models) * (cache.num_bytes // cache.bytes_per_token)
         return cls(
             tuple(models),
-            target.kv_cache.num_blocks,
-            config.block_size,
+            f"{kv}, {human_bytes(num_bytes)}",
+            num_full_sequences,
             config.max_model_len,
             target.model.max_model_len,
             None if draft is None else _drafting(config.speculative_config),
+            config.schedule,
         )
-
-    @property
-    def num_full_sequences(self) -> int:
-        """How many sequences of max_model_len fit into the pool at once."""
-        return self.num_blocks // -(-self.max_model_len // self.block_size)
 
     def __str__(self) -> str:
-        kv_bytes = sum(m.kv_bytes_per_token for m in self.models) * self.num_blocks * self.block_size
-        pool = (
-            f"KV     {self.num_blocks} blocks of {self.block_size} tokens, {human_bytes(kv_bytes)}: "
-            f"{self.num_full_sequences} sequences of {self.max_model_len} tokens"
-        )
+        pool = f"KV     {self.kv}: {self.num_full_sequences} sequences of {self.max_model_len} tokens"
         if self.max_model_len < self.model_positions:
             pool += f" (max_model_len; the model has {self.model_positions} positions)"
         drafting = [f"K      {self.drafting}"] if self.drafting else []
-        return "\n".join([*map(str, self.models), pool, *drafting])
+        schedule = [] if self.schedule == "continuous" else [f"runs   by schedule {self.schedule}"]
+        return "\n".join([*map(str, self.models), pool, *drafting, *schedule])

@@ -8,7 +8,7 @@ import shutil
 import pytest
 from transformers import GenerationConfig
 
-from specpaged import LLM, SamplingParams, llm
+from specpaged import LLM, SamplingParams, kv_memory
 from tests import toys
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
@@ -50,7 +50,7 @@ def test_token_ids_may_have_gaps(tokenizer_pair, tmp_path):
 
 
 def test_without_a_length_or_a_memory_a_sequence_is_as_long_as_the_default_memory_allows(toy_pair, monkeypatch):
-    monkeypatch.setattr(llm, "DEFAULT_CPU_KV_BYTES", 100 * 512)  # 100 tokens of a toy model
+    monkeypatch.setattr(kv_memory, "DEFAULT_CPU_BYTES", 100 * 512)  # 100 tokens of a toy model
     cut = LLM(toy_pair.target, block_size=16)
     assert cut.config.max_model_len == 96
     assert "6 blocks of 16 tokens" in str(cut.report)

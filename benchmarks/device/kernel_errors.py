@@ -152,9 +152,13 @@ def _store_is_exact(scale: Scale, dtype: torch.dtype) -> bool:
 
 
 def _realign_is_exact(scale: Scale, dtype: torch.dtype) -> bool:
-    cache = _random(3, scale.num_kv_heads, 150, scale.head_dim, dtype=dtype, device=scale.device)
-    starts, lengths = (torch.tensor(x, dtype=torch.int32, device=scale.device) for x in ([2, 40, 0], [140, 9, 77]))
-    return torch.equal(realign(cache, starts, lengths, 141), realign_ref(cache, starts, lengths, 141))
+    caches = [_random(2, 450, 2, scale.num_kv_heads, scale.head_dim, dtype=dtype, device=scale.device)]
+    caches.append(caches[0].clone())
+    slots = torch.tensor([2, 190, 300], device=scale.device)
+    lengths, shifts = (torch.tensor(x, dtype=torch.int32, device=scale.device) for x in ([140, 9, 77], [5, -40, 73]))
+    realign(caches[0], slots, lengths, shifts)
+    realign_ref(caches[1], slots, lengths, shifts)
+    return torch.equal(*caches)
 
 
 def _sampled_rows(scale: Scale) -> dict[str, Any]:

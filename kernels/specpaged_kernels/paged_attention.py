@@ -35,6 +35,7 @@ from specpaged_kernels.limits import BLOCK_SIZES, DTYPES, HEAD_DIMS, fits, max_g
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 NO_WINDOW = 2**30  # positions are fewer
+MAX_BLOCK_SIZE = 2**24  # a split's pages, times this, must be an int32
 MAX_SPLIT_TOKENS = 16  # query tokens of a sequence up to which its splits are separate work items
 
 
@@ -109,7 +110,7 @@ def _store_rows(acc, row_max, row_sum, out_ptrs, stored, valid, sinks, head):
 def _attend_kernel(
     query, kv_pool, page_table, cu_query_lens, context_lens, item_seq, cu_items, sinks,
     output, partial_acc, partial_max, partial_sum,
-    num_seqs, num_rows, group, block_size, window, scale_log2, softcap,
+    num_seqs, num_rows, group, block_size, block_stride, window, scale_log2, softcap,
     stride_query_row, stride_query_head, stride_pool_slot, stride_pool_kv, stride_pool_head, stride_table,
     stride_output_row, stride_output_head,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -175,7 +176,7 @@ def _attend_kernel(
                 block = tl.load(table + columns // block_size, mask=exists, other=0).to(tl.int64)
             else:
                 block = tl.sum(tl.where(page == start // block_size, pages, 0)).to(tl.int64)
-            slot = block * block_size + columns % block_size
+            slot = block * block_stride + columns % block_size
             key_ptrs = pool + slot[None, :] * stride_pool_slot + dims[:, None]
             k = tl.load(key_ptrs, mask=exists[None, :] & in_head[:, None], other=0.0)
             value_ptrs = pool + stride_pool_kv + slot[:, None] * stride_pool_slot + dims[None, :]
@@ -340,7 +341,7 @@ def paged_attention(
     page_table: Tensor,  # [B, max_blocks] int32
     cu_query_lens: Tensor,  # [B + 1] int32; N may exceed the last: those rows are filler
     context_lens: Tensor,  # [B] int32, before the pass
-    block_size: int,  # S, a power of two from 16
+    block_size: int,  # S, a power of two from 16 to MAX_BLOCK_SIZE
     work_list: WorkList,
     scaling: float | None = None,
     window: int | None = None,
@@ -348,6 +349,7 @@ def paged_attention(
     sinks: Tensor | None = None,  # [Hq] float32
     output: Tensor | None = None,  # [N, Hq, D] dtype, written as a whole
     tiles: Tiles | None = None,  # those of the work list; default: choose_tiles
+    block_stride: int | None = None,  # slots from a block to the next one; default: block_size
 ) -> Tensor:  # [N, Hq, D] dtype, zeros in filler rows
     """What `paged_attention_ref` says. D is contiguous everywhere; nothing waits for the device."""
     num_rows, num_heads, head_dim = query.shape
@@ -366,7 +368,8 @@ def paged_attention(
     _attend_kernel[(num_items + 1, num_kv_heads)](
         query, kv_pool, page_table, cu_query_lens, context_lens, work_list.item_seq, work_list.cu_items, sinks,
         output, partial_acc, partial_max, partial_sum,
-        num_seqs, num_rows, group, block_size, window, scale_log2, (softcap or 0.0) * LOG2_E.value,
+        num_seqs, num_rows, group, block_size, block_stride or block_size, window, scale_log2,
+        (softcap or 0.0) * LOG2_E.value,
         query.stride(0), query.stride(1), kv_pool.stride(0), kv_pool.stride(1), kv_pool.stride(2),
         page_table.stride(0), output.stride(0), output.stride(1),
         **_attend_constants(head_dim, tiles, small_blocks, softcap is not None),
@@ -390,6 +393,7 @@ def paged_attention_ref(
     window: int | None = None,  # a token reads itself and the window - 1 tokens before it
     softcap: float | None = None,  # scores become softcap * tanh(score / softcap)
     sinks: Tensor | None = None,  # [Hq]: a logit in each head's softmax that has no value
+    block_stride: int | None = None,  # slots from a block to the next one; default: block_size
 ) -> Tensor:  # [N, Hq, D] dtype, zeros in filler rows
     """Token t of sequence b, at position p = context_lens[b] + t, reads positions 0 .. p of b and nothing else."""
     num_heads, head_dim = query.shape[1:]
@@ -402,7 +406,8 @@ def paged_attention_ref(
             position = context_len + token
             first = 0 if window is None else max(0, position - window + 1)
             slots = [
-                int(page_table[b, p // block_size]) * block_size + p % block_size for p in range(first, position + 1)
+                int(page_table[b, p // block_size]) * (block_stride or block_size) + p % block_size
+                for p in range(first, position + 1)
             ]
             for head in range(num_heads):
                 keys = kv_pool[slots, 0, head // group].float()  # [position - first + 1, D]

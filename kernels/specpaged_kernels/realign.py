@@ -1,10 +1,10 @@
-"""Moves the KV of a left-padded dense batch to new offsets: what rejecting drafts costs where KV is not paged.
+"""Moves the KV of a left-padded dense batch to new offsets, in place: the cost of rejecting drafts without pages.
 
 Three sequences after a round that accepted 2, 0 and 1 of its drafts; o: valid, r: rejected, .: padding:
 
-    before  ..ooooo     lengths 5, 2, 4 kept     after  ooooo
-            ..oorrr     new length 5                    ...oo
-            ..oooor                                     .oooo
+    before  ..ooooo     lengths 5, 2, 4 kept     after  ..ooooo     shifts 0, 3, 1
+            ..oorrr     all end in column 7             .....oo
+            ..oooor                                     ...oooo
 """
 
 from __future__ import annotations
@@ -12,67 +12,62 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from specpaged_kernels.jit import TYPES, Variant, kernel
-from specpaged_kernels.limits import DTYPES, HEAD_DIMS
+from specpaged_kernels.limits import DTYPES
 
-BLOCK_L = 64  # positions of a program
+BLOCK_L = 64  # tokens of a step of a program
+BLOCK_E = 64  # elements of each of them
 
 
-@kernel("cache", "output", "stride_seq", "stride_head", "stride_position")
+@kernel("cache", "num_elements")
 def _realign_kernel(
-    cache, starts, lengths, output, num_heads, new_length, stride_seq, stride_head, stride_position,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_L: tl.constexpr,
+    cache, slots, lengths, shifts, num_slots, num_elements, BLOCK_L: tl.constexpr, BLOCK_E: tl.constexpr
 ):  # fmt: skip
-    seq = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    position = tl.program_id(2) * BLOCK_L + tl.arange(0, BLOCK_L)
-    dims = tl.arange(0, BLOCK_D)
-    length = tl.load(lengths + seq)
-    # Position new_length - length of the result is position starts[seq] of the cache.
-    source = position - (new_length - length) + tl.load(starts + seq)
-    valid = (position >= new_length - length) & (position < new_length)
-    in_head = (dims < HEAD_DIM)[None, :]
-    pointers = cache + seq * stride_seq + head * stride_head + source.to(tl.int64)[:, None] * stride_position
-    rows = tl.load(pointers + dims[None, :], mask=valid[:, None] & in_head, other=0.0)
-    target = ((seq * num_heads + head) * new_length + position)[:, None] * HEAD_DIM + dims[None, :]
-    tl.store(output + target, rows, mask=(position < new_length)[:, None] & in_head)
+    move = tl.program_id(0)
+    element = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
+    length = tl.load(lengths + move)
+    shift = tl.load(shifts + move)
+    first = cache + (tl.program_id(2).to(tl.int64) * num_slots + tl.load(slots + move)) * num_elements
+    num_steps = tl.cdiv(length, BLOCK_L)
+    for i in range(num_steps):
+        # What moves right begins at its right end, so that nothing is written before it has been read.
+        step = tl.where(shift > 0, num_steps - 1 - i, i)
+        token = step * BLOCK_L + tl.arange(0, BLOCK_L)
+        moved = (token < length)[:, None] & (element < num_elements)[None, :]
+        pointers = first + token.to(tl.int64)[:, None] * num_elements + element[None, :]
+        values = tl.load(pointers, mask=moved)
+        tl.debug_barrier()  # all threads have read what one of them may write over
+        tl.store(pointers + shift.to(tl.int64) * num_elements, values, mask=moved)
 
 
-def _constants(head_dim: int) -> dict[str, Any]:
-    return {"HEAD_DIM": head_dim, "BLOCK_D": triton.next_power_of_2(head_dim), "BLOCK_L": BLOCK_L, "num_warps": 4}
+def _constants() -> dict[str, Any]:
+    return {"BLOCK_L": BLOCK_L, "BLOCK_E": BLOCK_E, "num_warps": 4, "num_stages": 1}
 
 
 def variants() -> Iterator[Variant]:
-    """All that `realign` launches for HEAD_DIMS."""
+    """All that `realign` launches."""
     for dtype in DTYPES:
-        types = {name: f"*{TYPES[dtype]}" for name in ("cache", "output")} | {"starts": "*i32", "lengths": "*i32"}
-        for head_dim in HEAD_DIMS:
-            yield Variant(_realign_kernel, types, _constants(head_dim))
+        types = {"cache": f"*{TYPES[dtype]}", "slots": "*i64", "lengths": "*i32", "shifts": "*i32"}
+        yield Variant(_realign_kernel, types, _constants())
 
 
 def realign(
-    cache: Tensor,  # [B, H, L, D] dtype, D contiguous
-    starts: Tensor,  # [B] int32: first valid position of each sequence
-    lengths: Tensor,  # [B] int32: how many positions from there are kept
-    new_length: int,  # at least the largest of lengths
-) -> Tensor:  # [B, H, new_length, D] dtype: each sequence at the right end, zeros before it
-    """What `realign_ref` says; every kept element is read once and written once."""
-    num_seqs, num_heads, _, head_dim = cache.shape
-    output = torch.empty(num_seqs, num_heads, new_length, head_dim, dtype=cache.dtype, device=cache.device)
-    _realign_kernel[(num_seqs, num_heads, triton.cdiv(new_length, BLOCK_L))](
-        cache, starts, lengths, output, num_heads, new_length, *cache.stride()[:3], **_constants(head_dim)
-    )  # fmt: skip
-    return output
+    cache: Tensor,  # [layers, slots, 2, Hkv, D] dtype, contiguous; written in place
+    slots: Tensor,  # [moves] int64: the first of each move's slots; no two moves touch the same ones
+    lengths: Tensor,  # [moves] int32
+    shifts: Tensor,  # [moves] int32: slots to the right, or to the left
+) -> None:
+    """What `realign_ref` does; every element that moves is read once and written once, the others not at all."""
+    num_elements = cache[0, 0].numel()
+    grid = (len(slots), triton.cdiv(num_elements, BLOCK_E), len(cache))
+    _realign_kernel[grid](cache, slots, lengths, shifts, cache.shape[1], num_elements, **_constants())
 
 
-def realign_ref(cache: Tensor, starts: Tensor, lengths: Tensor, new_length: int) -> Tensor:
-    """Each sequence's kept positions, moved to the right end of a fresh tensor."""
-    output = cache.new_zeros(*cache.shape[:2], new_length, cache.shape[3])
-    for b, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
-        output[b, :, new_length - length :] = cache[b, :, start : start + length]
-    return output
+def realign_ref(cache: Tensor, slots: Tensor, lengths: Tensor, shifts: Tensor) -> None:
+    """Slots slots[m] .. slots[m] + lengths[m] - 1 go to shifts[m] slots further on, in every layer."""
+    for slot, length, shift in zip(slots.tolist(), lengths.tolist(), shifts.tolist(), strict=True):
+        cache[:, slot + shift : slot + shift + length] = cache[:, slot : slot + length].clone()

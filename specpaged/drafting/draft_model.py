@@ -40,7 +40,8 @@ class DraftModelDrafter:
             for batch in passes:
                 self.runner.forward(batch)
             return DraftOutput(drafts, no_probs)
-        steps = DraftSteps(drafting, self.runner.kv_cache.block_size, self.runner.model.device)
+        cache = self.runner.kv_cache
+        steps = DraftSteps(drafting, cache.block_size, self.runner.model.device, cache.block_stride)
         if sampling.takes_argmax:
             steps.distribute(self._greedy(passes, steps), drafts)
             return DraftOutput(drafts, no_probs)
@@ -98,7 +99,8 @@ class DraftModelDrafter:
         return self.runner.forward(batch)[:, : self.vocab_size]
 
     def _packed(self, rows: Sequence[RaggedRow]) -> RaggedBatch:
-        return pack(rows, self.runner.kv_cache.block_size, self.runner.model.device)
+        cache = self.runner.kv_cache
+        return pack(rows, cache.block_size, self.runner.model.device, cache.block_stride)
 
     def _chunks(self, rows: Sequence[DraftRow]) -> list[list[RaggedRow]]:
         """What the drafter has not seen of the rows, in as many passes as the token budget asks for."""

@@ -23,8 +23,15 @@ class DraftSteps:
         position           8 5     9       of the draft that runs
     """
 
-    def __init__(self, rows: Sequence[DraftRow], block_size: int, device: torch.device | str):
+    def __init__(
+        self,
+        rows: Sequence[DraftRow],
+        block_size: int,
+        device: torch.device | str,
+        block_stride: int | None = None,
+    ):
         self.block_size = block_size
+        self.block_stride = block_stride or block_size
         num_steps = max(row.num_draft_tokens for row in rows)
         members = [[row for row in rows if row.num_draft_tokens > step] for step in range(num_steps)]
         self.request_idx = [[row.request_idx for row in step] for step in members]
@@ -43,7 +50,7 @@ class DraftSteps:
         counts = [len(rows_of_step) for rows_of_step in members[1:]]
         positions = [position for step in self._contexts for position in step]
         slots = [
-            row.blocks[position // block_size] * block_size + position % block_size
+            row.blocks[position // block_size] * self.block_stride + position % block_size
             for rows_of_step, contexts in zip(members[1:], self._contexts, strict=True)
             for row, position in zip(rows_of_step, contexts, strict=True)
         ]
@@ -84,6 +91,7 @@ class DraftSteps:
             context_lens_host=self._contexts[step - 1],
             num_logits=(1,) * num_seqs,
             block_size=self.block_size,
+            block_stride=self.block_stride,
         )
 
     def distribute(self, sampled: Sequence[Tensor], drafts: Sequence[list[int]], first_step: int = 0) -> None:

@@ -46,4 +46,5 @@ class CppPass:
             window,
             softcap,
             None if sinks is None else sinks.float().contiguous(),
+            block_stride=batch.block_stride,
         )

@@ -1,4 +1,4 @@
-"""Paged attention in plain torch: blocks are gathered into a scratch buffer, and counted."""
+"""Paged attention in plain torch: blocks are gathered into a scratch buffer, and counted; dense rows are views."""
 
 from __future__ import annotations
 
@@ -62,9 +62,11 @@ class _Group:
     query_len: int
     context_lens: Tensor  # [G] int64
     tokens: slice | Tensor  # their rows of N: [G * query_len] int64 where they are not consecutive
-    slots: Tensor  # [G * L] int64, the null block's where a position is past the sequence's length
+    # [G * L] int64, the null block's where a position is past the sequence's length; or the slots of a dense row.
+    slots: Tensor | slice
     bucket: int  # L
     pieces: list[_Piece]
+    tail: slice | None  # slots of a dense row past the sequence's length, to be zeros
     outputs: dict[tuple[int, int, int], Tensor] = field(default_factory=dict)  # where tokens are not consecutive
 
 
@@ -97,24 +99,35 @@ class TorchPass:
     def _plan(self, batch: RaggedBatch) -> list[_Group]:
         scheme = self.scheme
         members: dict[tuple[int, ...], list[int]] = {}
+        dense = batch.block_stride != batch.block_size
         starts, start, lengths = [], 0, []
         for i, (query_len, context_len) in enumerate(zip(batch.query_lens, batch.context_lens_host, strict=True)):
             starts.append(start)
             start += query_len
             lengths.append(context_len + query_len)
             if query_len:
-                # What takes several pieces shares nothing: its pieces have buckets of their own.
-                alone = (i,) if query_len > scheme.query_piece else ()
+                # What takes several pieces shares nothing: its pieces have buckets of their own. A dense row is a view.
+                alone = (i,) if query_len > scheme.query_piece or dense else ()
                 members.setdefault((query_len, scheme.kv_bucket(lengths[i]), *alone), []).append(i)
-        slots = self._slots(batch, max(bucket for _, bucket, *_ in members), lengths)
+        if dense:  # one block for each sequence
+            firsts = (batch.page_table[:, 0].long() * batch.block_stride).tolist()
+        else:
+            slots = self._slots(batch, max(bucket for _, bucket, *_ in members), lengths)
         groups = []
         for (query_len, bucket, *_), seqs in members.items():
             if seqs[-1] - seqs[0] == len(seqs) - 1:
                 tokens = slice(starts[seqs[0]], starts[seqs[0]] + len(seqs) * query_len)
-                seq_slots = slots[seqs[0] : seqs[-1] + 1, :bucket]
+                which: slice | Tensor = slice(seqs[0], seqs[-1] + 1)
             else:
                 tokens = torch.tensor([starts[i] + t for i in seqs for t in range(query_len)], device=self.device)
-                seq_slots = slots[torch.tensor(seqs, device=self.device), :bucket]
+                which = torch.tensor(seqs, device=self.device)
+            tail = None
+            if dense:
+                first_slot = firsts[seqs[0]]
+                group_slots: slice | Tensor = slice(first_slot, first_slot + bucket)
+                tail = slice(first_slot + lengths[seqs[0]], first_slot + bucket)
+            else:
+                group_slots = slots[which, :bucket].reshape(-1)
             contexts = [batch.context_lens_host[i] for i in seqs]
             pieces = []
             for first in range(0, query_len, scheme.query_piece):
@@ -126,7 +139,8 @@ class TorchPass:
                     query_len=query_len,
                     context_lens=torch.tensor(contexts, device=self.device),
                     tokens=tokens,
-                    slots=seq_slots.reshape(-1),
+                    slots=group_slots,
+                    tail=tail,
                     bucket=bucket,
                     pieces=pieces,
                 )
@@ -137,7 +151,7 @@ class TorchPass:
         """[B, width] int64: the slot of every position; slot 0, which is zeros, past a sequence's length."""
         table = batch.page_table.long()
         positions, blocks, offsets = _block_and_offset(width, table.shape[1], batch.block_size, self.device)
-        slots = (table * batch.block_size).index_select(1, blocks).add_(offsets)
+        slots = (table * batch.block_stride).index_select(1, blocks).add_(offsets)
         return slots.mul_(positions < torch.tensor(lengths, device=self.device)[:, None])
 
     def _mask(self, group: _Group, piece: _Piece, heads: int, window: int | None) -> Tensor:
@@ -210,8 +224,12 @@ class TorchPass:
         store(pool, key, value, self.slot_mapping)
         rows = query.view(self.num_rows, num_kv_heads, heads, head_dim)
         for group in self._groups:
-            gathered = pool.index_select(0, group.slots)
-            self.gathered_bytes += gathered.nbytes
+            if group.tail is None:
+                gathered = pool.index_select(0, group.slots)
+                self.gathered_bytes += gathered.nbytes
+            else:
+                pool[group.tail].zero_()
+                gathered = pool[group.slots]
             if self.upcast:
                 gathered = gathered.float()
             gathered = gathered.view(group.num_seqs, group.bucket, 2, num_kv_heads, head_dim)

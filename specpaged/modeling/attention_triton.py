@@ -63,6 +63,7 @@ class TritonPass:
             window,
             softcap,
             None if sinks is None else sinks.float(),
+            block_stride=batch.block_stride,
         )
 
 

@@ -25,6 +25,11 @@ class KVSpec:
             check_positive("num_kv_heads", num_kv_heads)
             check_positive("head_dim", head_dim)
 
+    @property
+    def num_elements(self) -> int:
+        """Of all layers together."""
+        return sum(2 * num_kv_heads * head_dim for num_kv_heads, head_dim in self.layers)
+
 
 class PagedKVCache:
     """num_blocks blocks, and the null block, which is zeros and never written.
@@ -57,9 +62,19 @@ class PagedKVCache:
             self.layers.append(layer)
 
     @property
+    def num_slots(self) -> int:
+        """Tokens that there is room for."""
+        return self.num_blocks * self.block_size
+
+    @property
+    def block_stride(self) -> int:
+        """Slots from a block to the next one."""
+        return self.block_size
+
+    @property
     def bytes_per_token(self) -> int:
         """Of one slot, all layers together."""
-        return sum(2 * heads * dim for heads, dim in self.kv_spec.layers) * self.dtype.itemsize
+        return self.kv_spec.num_elements * self.dtype.itemsize
 
     @property
     def num_bytes(self) -> int:

@@ -48,6 +48,11 @@ class PageTable:
         self.published_tail: object | None = None
 
     @property
+    def entries(self) -> Sequence[int]:
+        """What a pass looks up to find the sequence's KV."""
+        return self.blocks
+
+    @property
     def capacity(self) -> int:
         """Tokens that the blocks have room for."""
         return len(self.blocks) * self.block_size

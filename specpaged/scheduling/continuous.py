@@ -44,6 +44,8 @@ class ContinuousScheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of admission
         self.num_preemptions = 0
+        self.num_grouped_rounds = 0  # see ExspecScheduler
+        self.num_fallback_rounds = 0
 
     def __len__(self) -> int:
         return len(self.waiting) + len(self.running)
@@ -70,13 +72,14 @@ class ContinuousScheduler:
         num_new_tokens: dict[Sequence, int] = {}
         forks: list[tuple[int, int]] = []
         num_preemptions = self.num_preemptions
+        candidates = self._candidates()
         # A prefill leaves room for one token of everybody who decodes, and for drafts.
-        decoding = [s for s in self.running if self._num_missing(s) == 1]
+        decoding = [s for s in candidates if self._num_missing(s) == 1]
         k = self._num_draft_tokens(min(self.max_num_seqs, len(self)))
         budget = self.max_num_batched_tokens - len(decoding)
         prefill_budget = max(1, budget - min(budget // 2, sum(min(k, s.max_draft_tokens) for s in decoding)))
 
-        for sequence in list(self.running):
+        for sequence in candidates:
             if sequence.status is not SequenceStatus.RUNNING:
                 continue  # preempted just now, for an older one
             missing = self._num_missing(sequence)
@@ -88,7 +91,7 @@ class ContinuousScheduler:
 
         while (
             self.waiting
-            and len(self.running) < self.max_num_seqs
+            and self._has_room(len(num_new_tokens))
             and prefill_budget > 0
             and self.num_preemptions == num_preemptions
         ):
@@ -104,6 +107,14 @@ class ContinuousScheduler:
             prefill_budget -= count
 
         return ScheduledStep(self._with_drafts(num_new_tokens), tuple(forks))
+
+    def _candidates(self) -> list[Sequence]:
+        """The running sequences that take part in the next step, if there are slots for them."""
+        return list(self.running)
+
+    def _has_room(self, num_scheduled: int) -> bool:
+        """Whether the first of those that wait may join a step of so many sequences."""
+        return len(self.running) < self.max_num_seqs
 
     @staticmethod
     def _num_missing(sequence: Sequence) -> int:

@@ -7,33 +7,43 @@ from hypothesis import strategies as st
 from specpaged_kernels.realign import realign, realign_ref
 
 
-def run_both(cache, starts, lengths, new_length):
-    starts, lengths = (torch.tensor(x, dtype=torch.int32) for x in (starts, lengths))
-    got, expected = (f(cache, starts, lengths, new_length) for f in (realign, realign_ref))
-    assert torch.equal(got, expected)  # NaN in what is not kept must not show
-    return got
+def run_both(cache, slots, lengths, shifts):
+    """The cache after the kernel, which is also that of the reference."""
+    caches = cache.clone(), cache.clone()
+    moves = torch.tensor(slots), *(torch.tensor(x, dtype=torch.int32) for x in (lengths, shifts))
+    realign(caches[0], *moves)
+    realign_ref(caches[1], *moves)
+    assert torch.equal(*(c.nan_to_num(7.0) for c in caches))
+    return caches[0]
 
 
 def test_the_worked_example_of_the_docstring():
-    cache = torch.full((3, 1, 7, 2), float("nan"))
-    for b, length in enumerate((5, 2, 4)):
-        cache[b, 0, 2 : 2 + length] = torch.arange(1.0, length + 1)[:, None]
-    got = run_both(cache, [2, 2, 2], [5, 2, 4], 5)
-    assert got[:, 0, :, 0].tolist() == [[1, 2, 3, 4, 5], [0, 0, 0, 1, 2], [0, 1, 2, 3, 4]]
+    cache = torch.full((1, 3 * 7, 2, 1, 2), float("nan"))
+    for row, length in enumerate((5, 2, 4)):
+        cache[0, 7 * row + 2 : 7 * row + 2 + length] = torch.arange(1.0, length + 1)[:, None, None, None]
+    got = run_both(cache, [9, 16], [2, 4], [3, 1]).view(3, 7, 4)[..., 0]
+    assert [row[i:].tolist() for row, i in zip(got, (2, 5, 3), strict=True)] == [[1, 2, 3, 4, 5], [1, 2], [1, 2, 3, 4]]
 
 
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())
-def test_kernel_equals_its_reference(data):
-    num_seqs, width = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 130))
-    lengths = [data.draw(st.integers(0, width)) for _ in range(num_seqs)]
-    starts = [data.draw(st.integers(0, width - n)) for n in lengths]
+def test_kernel_equals_its_reference_and_touches_nothing_else(data):
+    """Rows of one width; moves to both sides, by less and by more than a tile, some of them onto themselves."""
+    num_layers, num_rows, width = (
+        data.draw(st.integers(1, 2)),
+        data.draw(st.integers(1, 4)),
+        data.draw(st.integers(1, 200)),
+    )
+    slots, lengths, shifts = [], [], []
+    for row in range(num_rows):
+        length = data.draw(st.integers(0, width))
+        start, end = (data.draw(st.integers(0, width - length)) for _ in range(2))
+        slots.append(row * width + start)
+        lengths.append(length)
+        shifts.append(end - start)
     dtype = data.draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
-    stored = (
-        torch.randn(num_seqs, width, 2, 40, generator=generator).to(dtype).transpose(1, 2)
-    )  # heads behind positions
-    for b, (start, length) in enumerate(zip(starts, lengths, strict=True)):
-        stored[b, :, :start] = float("nan")
-        stored[b, :, start + length :] = float("nan")
-    run_both(stored, starts, lengths, max(lengths) + data.draw(st.integers(0, 2)) or 1)
+    cache = torch.randn(num_layers, num_rows * width, 2, data.draw(st.integers(1, 2)), 20, generator=generator).to(
+        dtype
+    )
+    run_both(cache, slots, lengths, shifts)

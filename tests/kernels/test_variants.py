@@ -143,7 +143,7 @@ def test_operations_launch_nothing_that_is_not_in_the_table(dtype, monkeypatch):
         paged_attention(*world.arguments, items, **options)
         new = torch.zeros(4, 2, head_dim, dtype=dtype)
         store_kv(new, new, world.kv_pool, torch.arange(4), world.cu_query_lens[-1:])
-        realign(world.kv_pool[None, :, 0].transpose(1, 2), *torch.ones(2, 1, dtype=torch.int32), new_length=4)
+        realign(world.kv_pool[None], torch.zeros(1, dtype=torch.int64), *torch.ones(2, 1, dtype=torch.int32))
     for rows, out_features, in_features in ((3, 64, 2048), (3, 4096, 64), (70, 64, 64)):
         x, weight = torch.zeros(rows, in_features, dtype=dtype), torch.zeros(out_features, in_features, dtype=dtype)
         for bias in (None, torch.zeros(out_features, dtype=dtype)):

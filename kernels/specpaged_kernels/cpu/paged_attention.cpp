@@ -193,7 +193,7 @@ void add_values(Row* const (&rows)[ROWS], const T* const* values, const T* const
 
 struct Pass {
     int num_seqs, num_tokens, num_rows, block_size, num_heads, num_kv_heads, head_dim, num_threads;
-    int64_t table_stride;
+    int64_t table_stride, block_stride;  // slots from a block to the next one: block_size where blocks are pages
     const int64_t* slot_mapping;   // [num_tokens]
     const int32_t* page_table;     // [B, table_stride]
     const int32_t* cu_query_lens;  // [B + 1]
@@ -214,7 +214,7 @@ void locate(const Pass& pass, int seq, int start, int count, const T* pool, cons
     const int64_t slot_size = 2 * int64_t(pass.num_kv_heads) * pass.head_dim;
     int block = start / pass.block_size, offset = start % pass.block_size;
     for (int i = 0; i < count; ++i) {
-        slots[i] = pool + (int64_t(table[block]) * pass.block_size + offset) * slot_size;
+        slots[i] = pool + (int64_t(table[block]) * pass.block_stride + offset) * slot_size;
         if (++offset == pass.block_size) {
             offset = 0;
             ++block;

@@ -19,7 +19,7 @@ class Pass(ctypes.Structure):
         *((name, ctypes.c_int) for name in (
             "num_seqs", "num_tokens", "num_rows", "block_size", "num_heads", "num_kv_heads", "head_dim", "num_threads"
         )),
-        ("table_stride", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("table_stride", "block_stride")),
         *((name, ctypes.c_void_p) for name in ("slot_mapping", "page_table", "cu_query_lens", "context_lens")),
         ("scaling", ctypes.c_float),
         ("softcap", ctypes.c_float),
@@ -47,11 +47,12 @@ def make_pass(
     softcap: float | None,
     window: int | None = None,
     sinks: Tensor | None = None,
+    block_stride: int | None = None,
 ) -> Pass:
     """See `paged_attention`; the tensors must outlive the struct."""
     return Pass(
         context_lens.shape[0], slot_mapping.shape[0], num_rows, block_size, num_heads, num_kv_heads, head_dim,
-        torch.get_num_threads(), page_table.stride(0),
+        torch.get_num_threads(), page_table.stride(0), block_stride or block_size,
         slot_mapping.data_ptr(), page_table.data_ptr(), cu_query_lens.data_ptr(), context_lens.data_ptr(),
         1 / math.sqrt(head_dim) if scaling is None else scaling, softcap or 0.0, window or 0,
         None if sinks is None else sinks.data_ptr(),
@@ -73,6 +74,7 @@ def paged_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,  # [Hq] float32
     output: Tensor | None = None,  # [N, Hq, D] dtype, contiguous, written as a whole
+    block_stride: int | None = None,  # slots from a block to the next one; default: block_size
 ) -> Tensor:  # [N, Hq, D] dtype, zeros in filler rows
     """`store_kv_ref`, then `paged_attention_ref`. The pool is contiguous."""
     num_rows, num_heads, head_dim = query.shape
@@ -85,7 +87,7 @@ def paged_attention(
     output = torch.empty(query.shape, dtype=query.dtype) if output is None else output
     call = make_pass(
         num_rows, slot_mapping, page_table, cu_query_lens, context_lens, block_size, num_heads, key.shape[1], head_dim,
-        scaling, softcap, window, sinks,
+        scaling, softcap, window, sinks, block_stride,
     )  # fmt: skip
     _functions()[query.dtype](
         ctypes.addressof(call),

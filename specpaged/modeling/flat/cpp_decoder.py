@@ -110,6 +110,7 @@ class CppDecoder(nn.Module):
         return make_pass(
             num_rows, batch.slot_mapping, batch.page_table, batch.cu_query_lens, batch.context_lens, batch.block_size,
             config.num_heads, config.num_kv_heads, config.head_dim, config.scaling, config.softcap,
+            block_stride=batch.block_stride,
         )  # fmt: skip
 
 

@@ -1,0 +1,97 @@
+"""Arms whose sequences keep their rows in one left-padded batch, and what they share: who moves, and where to."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence as SequenceOf
+from typing import NamedTuple
+
+from specpaged.paging.block_allocator import BlockAllocator, IntegrityError
+from specpaged.paging.page_table import TARGET
+from specpaged.realignment.alignment import aligned_length
+from specpaged.realignment.base import Arm
+from specpaged.realignment.dense_kv_cache import DenseKVCache
+from specpaged.realignment.dense_table import DenseTable
+from specpaged.scheduling.base import ScheduledSequence
+from specpaged.sequence import Sequence
+
+
+class Move(NamedTuple):
+    """Tokens slot .. slot + length - 1 of a cache, a row's kept ones, go `shift` columns to the right (or left)."""
+
+    slot: int
+    length: int
+    shift: int
+
+
+class DenseArm(Arm):
+    """Rows of one batch, all ending in the same column; both models' KV has one layout.
+
+    With c_i valid tokens in row i, p_i = start_i columns of padding before them and the common length L:
+
+        I1  p_i + c_i = L for every row that decodes     I2  position j of row i lies in column p_i + j
+
+    A round writes from column L on, and behind it row i has c_i + a_i tokens; `realign` restores I1, for which row i
+    moves iff a_i != L' - L. The draft's KV lies in the same columns, a token or two shorter. A row in the middle of its
+    prefill is not part of the batch yet: it is placed so that its prompt ends at L, and joins when it has.
+    """
+
+    shares_blocks = False
+
+    def __init__(self, kv_caches: SequenceOf[DenseKVCache], max_model_len: int):
+        super().__init__(kv_caches[TARGET].num_columns)
+        self.kv_caches = kv_caches  # the target's, and the draft's if there is one
+        self.max_length = max_model_len
+        self.length = 0  # L
+        self.tables: list[DenseTable] = []  # of the rows that decode
+
+    def new_table(self, allocator: BlockAllocator, num_pools: int) -> DenseTable:
+        """See Arm."""
+        return DenseTable(allocator, self.tokens_per_block, num_pools)
+
+    def place(self, entries: SequenceOf[ScheduledSequence]) -> None:
+        """See Arm: a new row's known tokens will end where the batch ends, or where the longest new one does."""
+        new = [entry.sequence for entry in entries if entry.sequence.page_table.start is None]
+        if not new:
+            return
+        length = max(self.length, *(sequence.num_tokens for sequence in new))
+        for sequence in new:
+            table = sequence.page_table
+            table.row = table.blocks[0] - 1
+            table.start = length - sequence.num_tokens
+
+    def realign(self, running: SequenceOf[Sequence]) -> None:
+        """See Arm: restores I1."""
+        tables = [s.page_table for s in running if s.num_tokens - s.page_table.context_lens[TARGET] == 1]
+        self.tables, self.length = tables, 0
+        if not tables:
+            return
+        lengths = [table.context_lens[TARGET] for table in tables]
+        self.length = aligned_length([table.start for table in tables], lengths, self.max_length)
+        shifts = [self.length - table.start - context_len for table, context_len in zip(tables, lengths, strict=True)]
+        for pool, cache in enumerate(self.kv_caches):
+            moves = [
+                Move(table.entries[0], table.context_lens[pool], shift)
+                for table, shift in zip(tables, shifts, strict=True)
+                if shift and pool < len(table.context_lens) and table.context_lens[pool]
+            ]
+            if moves:
+                self.copied.rollback += cache.bytes_per_token * self.move(cache, moves)
+        for table, shift in zip(tables, shifts, strict=True):
+            table.start += shift
+
+    @abstractmethod
+    def move(self, cache: DenseKVCache, moves: SequenceOf[Move]) -> int:
+        """Do the moves, which lie in different rows, in every layer; the tokens that were written by it."""
+
+    def check_integrity(self) -> None:
+        """I1, and every row of the batch is somebody's own."""
+        rows = [table.row for table in self.tables]
+        if len(set(rows)) != len(rows):
+            raise IntegrityError(f"rows {rows} are not distinct")
+        for table in self.tables:
+            if table.start is None or table.start < 0 or table.start + table.context_lens[TARGET] != self.length:
+                raise IntegrityError(
+                    f"row {table.row} begins in column {table.start} and holds {table.context_lens[TARGET]} tokens; "
+                    f"allowed: an end at {self.length}"
+                )
