@@ -41,7 +41,7 @@ class DenseArm(Arm):
     def __init__(self, kv_caches: SequenceOf[DenseKVCache], max_model_len: int):
         super().__init__(kv_caches[TARGET].num_columns)
         self.kv_caches = kv_caches  # the target's, and the draft's if there is one
-        self.max_length = max_model_len
+        self.max_length = max_model_len - 1  # behind which a round writes a known token and the drafts
         self.length = 0  # L
         self.tables: list[DenseTable] = []  # of the rows that decode
 

@@ -8,60 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specpaged.config import SpeculativeConfig
-from specpaged.paging.block_allocator import BlockAllocator
-from specpaged.paging.page_table import DRAFT, TARGET, PageTable
-from specpaged.sampling_params import SamplingParams
-from specpaged.scheduling.continuous import ContinuousScheduler
-from specpaged.sequence import Sequence, SequenceStatus
-
-BLOCK_SIZE = 4
-MAX_MODEL_LEN = 48
-
-
-def make_scheduler(num_blocks=40, max_num_seqs=4, budget=16, k=3, **overrides):
-    arguments = {
-        "block_size": BLOCK_SIZE,
-        "max_num_seqs": max_num_seqs,
-        "max_num_batched_tokens": budget,
-        "max_model_len": MAX_MODEL_LEN,
-        "speculative_config": SpeculativeConfig(model="draft", num_speculative_tokens=k) if k else None,
-        "prefix_cache": None,
-    }
-    return ContinuousScheduler(BlockAllocator(num_blocks), **(arguments | overrides))
-
-
-def make_sequence(scheduler, name, num_prompt_tokens, max_tokens=8, k=3):
-    sequence = Sequence(
-        name,
-        list(range(1, num_prompt_tokens + 1)),
-        SamplingParams(temperature=0, max_tokens=max_tokens),
-        seed=0,
-        page_table=PageTable(scheduler.allocator, BLOCK_SIZE, 2 if k else 1),
-        max_draft_tokens=k,
-    )
-    scheduler.add(sequence)
-    return sequence
-
-
-def run_step(scheduler, step, accept):
-    """What an engine does with a step: write KV, accept some drafts, roll back, end who is done."""
-    for entry in step.entries:
-        sequence, table, k = entry.sequence, entry.sequence.page_table, entry.num_draft_tokens
-        table.advance(TARGET, entry.num_new_tokens + k)
-        known = entry.context_len + entry.num_new_tokens
-        if not entry.samples:
-            continue
-        kept = min(accept(k), k)
-        for token in range(kept + 1):
-            sequence.append(token)
-        if k:
-            table.advance(DRAFT, known + k - 1 - table.context_lens[DRAFT])
-        table.truncate(TARGET, known + kept)
-        if k:
-            table.truncate(DRAFT, known + min(kept, k - 1))
-        if len(sequence.output_token_ids) >= sequence.params.max_tokens or sequence.num_tokens >= MAX_MODEL_LEN:
-            scheduler.finish(sequence)
+from specpaged.paging.page_table import TARGET
+from specpaged.sequence import SequenceStatus
+from tests.scheduling.world import make_scheduler, make_sequence, run_step
 
 
 @settings(max_examples=60, deadline=None)

@@ -1,0 +1,35 @@
+"""Rollback arms on Triton's kernels, in the interpreter."""
+
+import pytest
+
+from tests.realignment.engines import check_attention_reads_the_tensor_that_is_realigned, make_llm, run
+
+
+@pytest.fixture(scope="module")
+def expected(toy_pair):
+    """Of plain decoding in the C++ kernels, one sequence at a time."""
+    return [token_ids for token_ids, _ in run(make_llm(toy_pair, "continuous", "truncate", k=0, max_num_seqs=1))]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rollback"),
+    [
+        ("eqspec", "compact"),
+        ("continuous", "compact"),
+        ("eqspec", "repad"),
+        ("exspec", "group"),
+        ("exspec", "truncate"),
+    ],
+)
+def test_outputs_are_those_of_plain_decoding(toy_pair, expected, schedule, rollback):
+    llm = make_llm(toy_pair, schedule, rollback, attention_backend="triton")
+    assert [token_ids for token_ids, _ in run(llm)] == expected
+    assert llm.metrics.accepted_tokens > 0
+    assert llm.metrics.gathered_bytes == 0 or rollback == "group"
+
+
+@pytest.mark.parametrize("rollback", ["compact", "group"])
+def test_attention_reads_the_tensor_that_was_realigned(toy_pair, rollback):
+    check_attention_reads_the_tensor_that_is_realigned(
+        make_llm(toy_pair, "eqspec", rollback, attention_backend="triton")
+    )

@@ -1,0 +1,56 @@
+"""Caches of their own, put together for each batch."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from specpaged.paging.block_allocator import IntegrityError
+from tests.realignment.world import MAX_MODEL_LEN, K, World
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_batch_finds_the_tokens_of_its_sequences(seed):
+    """World.play looks, before it writes, at every token of every row."""
+    rng = random.Random(seed)
+    world = World("group", num_rows=3, num_sequences=6)
+    for _ in range(40):
+        while len(world.lines) < 6:
+            world.add(rng.randint(1, 20))
+        chosen = rng.sample(world.lines, rng.randint(1, 3))
+        world.play({line: rng.randint(0, K) for line in chosen})
+        for line in list(world.lines):
+            if line.num_tokens + K >= MAX_MODEL_LEN or rng.random() < 0.05:
+                world.remove(line)
+        world.realign()
+    assert world.arm.copied.rollback == 0
+    assert world.arm.copied.gather > 0
+    assert world.arm.copied.other > 0
+
+
+def test_sequences_of_one_length_begin_in_column_0_and_those_that_stay_are_not_copied_again():
+    world = World("group", num_rows=2, num_sequences=3)
+    first, second, third = world.add(6), world.add(6), world.add(20)
+    world.play({first: 1, second: 1})
+    world.realign()
+    assert world.arm.copied.gather == 0
+    for _ in range(2):
+        world.play({first: 2, second: 2})
+        assert first.page_table.start == second.page_table.start == 0
+        world.realign()
+    assert world.arm.copied.gather == 0
+    held = world.kept_bytes(first)
+    world.play({third: 3, first: 0})  # behind which the longer one sets the columns
+    world.realign()
+    assert world.arm.copied.gather == held
+    assert world.arm.copied.other == sum(map(world.kept_bytes, world.lines))
+
+
+def test_what_is_not_in_a_sequences_own_cache_is_found():
+    world = World("group", num_rows=1)
+    line = world.add(5)
+    world.play({line: 2})
+    with pytest.raises(IntegrityError, match=r"\[0, 0\] of its \[7, 7\] tokens"):
+        world.arm.check_integrity()
+    world.realign()

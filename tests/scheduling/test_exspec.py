@@ -1,0 +1,106 @@
+"""EXSPEC's batches: of one length, out of a window, wherever that can be."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specpaged.scheduling.exspec import ExspecScheduler
+from specpaged.sequence import SequenceStatus
+from tests.scheduling.world import make_scheduler, make_sequence, run_step
+
+
+def make_exspec(max_num_seqs=2, window=5, **options):
+    return make_scheduler(max_num_seqs=max_num_seqs, window=window, kind=ExspecScheduler, **options)
+
+
+def names(step):
+    return "".join(entry.sequence.request_id for entry in step.entries)
+
+
+def settle(scheduler):
+    """Fill the window: prefills, of whose drafts none is accepted."""
+    while len(scheduler.running) < min(scheduler.window, len(scheduler)):
+        run_step(scheduler, scheduler.schedule(), lambda drafts: 0)
+
+
+def accept(scheduler, **num_accepted):
+    """One round; who ran in it."""
+    step = scheduler.schedule()
+    accepted = iter([num_accepted[entry.sequence.request_id] for entry in step.entries])
+    run_step(scheduler, step, lambda drafts: next(accepted))
+    return names(step)
+
+
+def test_the_worked_example_of_the_docstring():
+    scheduler = make_exspec(num_blocks=100, budget=200, k=3)
+    for name, length in zip("ABCDE", (11, 6, 11, 19, 6), strict=True):
+        make_sequence(scheduler, name, length, max_tokens=20)
+    settle(scheduler)
+    assert accept(scheduler, A=1, C=0) == "AC"
+    assert accept(scheduler, B=3, E=1) == "BE"
+    assert accept(scheduler, A=0, B=0) == "AB"
+    assert (scheduler.num_grouped_rounds, scheduler.num_fallback_rounds) == (2, 1)
+
+
+def test_without_grouping_every_round_falls_back_to_the_oldest():
+    scheduler = make_exspec(num_blocks=100, budget=200)
+    scheduler.group_by_length = False
+    for name in "ABC":
+        make_sequence(scheduler, name, 7 if name != "B" else 9)
+    settle(scheduler)
+    assert accept(scheduler, A=0, B=0) == "AB"
+    assert (scheduler.num_grouped_rounds, scheduler.num_fallback_rounds) == (0, 1)
+
+
+def test_a_sequence_that_has_ended_is_replaced_before_the_next_round():
+    scheduler = make_exspec(window=2, num_blocks=100, budget=200)
+    make_sequence(scheduler, "A", 7, max_tokens=2)
+    make_sequence(scheduler, "B", 7)
+    make_sequence(scheduler, "C", 9)
+    settle(scheduler)
+    assert accept(scheduler, A=0, B=0) == "AB"
+    assert accept(scheduler, C=0) == "C"  # its prefill
+    assert accept(scheduler, B=0, C=0) == "BC"
+
+
+def test_those_who_wait_are_ordered_by_length_where_that_is_asked_for():
+    scheduler = make_exspec(sort_by_length=True)
+    for name, length in zip("ABCDE", (9, 4, 12, 4, 6), strict=True):
+        make_sequence(scheduler, name, length)
+    assert "".join(sequence.request_id for sequence in scheduler.waiting) == "BDEAC"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 17)), min_size=1, max_size=11),
+    num_blocks=st.integers(12, 60),
+    budget=st.integers(4, 60),
+    k=st.integers(0, 5),
+    window=st.integers(3, 6),
+    seed=st.integers(0, 1000),
+)
+def test_rounds_are_of_one_length_or_of_the_oldest_and_everybody_finishes(lengths, num_blocks, budget, k, window, seed):
+    scheduler = make_exspec(3, window, num_blocks=num_blocks, budget=budget, k=k)
+    sequences = [make_sequence(scheduler, str(i), p, m, k) for i, (p, m) in enumerate(lengths)]
+    rng = random.Random(seed)
+    while len(scheduler):
+        grouped, preemptions = scheduler.num_grouped_rounds, scheduler.num_preemptions
+        step = scheduler.schedule()
+        assert step.entries
+        assert len(step.entries) <= 3
+        assert len(scheduler.running) <= window
+        of_step = [entry.sequence for entry in step.entries]
+        if scheduler.num_grouped_rounds > grouped:
+            assert len({sequence.num_tokens for sequence in of_step}) == 1
+        elif (
+            all(e.context_len and e.num_new_tokens == 1 for e in step.entries)
+            and scheduler.num_preemptions == preemptions
+        ):
+            assert of_step == scheduler.running[: len(of_step)]
+        run_step(scheduler, step, lambda drafts: rng.randint(0, drafts))
+        scheduler.check_integrity()
+    assert all(sequence.status is SequenceStatus.FINISHED for sequence in sequences)
+    assert scheduler.allocator.num_free == num_blocks
