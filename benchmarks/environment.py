@@ -1,39 +1,19 @@
-"""What a figure was measured on: machine and versions, never a host name or a path."""
+"""What a figure was measured on, and at which commit."""
 
 from __future__ import annotations
 
-import os
-import platform
 import subprocess
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from specpaged import environment as of_package
+
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("specpaged", "torch", "transformers", "numpy", "pytest-benchmark")
 
 
 def environment(threads: int) -> dict[str, Any]:
-    """Plain data. The load average is that of the moment: well above 0 before a run, its figures mean little."""
-    return {
-        "cpu": cpu_model(),
-        "cores": os.cpu_count(),
-        "threads": threads,
-        "load_average": round(os.getloadavg()[0], 2),
-        "python": platform.python_version(),
-        "versions": {name: _version(name) for name in PACKAGES},
-        "commit": commit(),
-    }
-
-
-def cpu_model() -> str:
-    """The model name of the first CPU."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+    """See specpaged.environment."""
+    return of_package.environment(threads) | {"commit": commit()}
 
 
 def commit() -> str | None:
@@ -48,11 +28,4 @@ def _git(*arguments: str) -> str | None:
     try:
         return subprocess.check_output(["git", *arguments], cwd=ROOT, text=True, stderr=subprocess.DEVNULL).strip()
     except (OSError, subprocess.CalledProcessError):
-        return None
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
         return None

@@ -1,4 +1,4 @@
-"""The command line: `specpaged generate | verify`."""
+"""The command line: `specpaged generate | verify | bench`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from rich.text import Text
 
 from specpaged.config import ATTENTION_BACKENDS, DTYPES, MODEL_IMPLS, NUMERICS
 from specpaged.prompts import PromptRecord
+from specpaged.studies.cli import app as bench
 
 if TYPE_CHECKING:  # torch and transformers take seconds to import: --help does without
     from specpaged.job import Job, Run
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+app.add_typer(bench, name="bench")
 console = Console()
 errors = Console(stderr=True)
 

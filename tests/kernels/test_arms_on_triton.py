@@ -8,24 +8,18 @@ from tests.realignment.engines import check_attention_reads_the_tensor_that_is_r
 @pytest.fixture(scope="module")
 def expected(toy_pair):
     """Of plain decoding in the C++ kernels, one sequence at a time."""
-    return [token_ids for token_ids, _ in run(make_llm(toy_pair, "continuous", "truncate", k=0, max_num_seqs=1))]
+    return [token_ids for token_ids, _ in run(make_llm(toy_pair, "continuous", "truncate", k=0, max_num_seqs=1), 3)]
 
 
 @pytest.mark.parametrize(
     ("schedule", "rollback"),
-    [
-        ("eqspec", "compact"),
-        ("continuous", "compact"),
-        ("eqspec", "repad"),
-        ("exspec", "group"),
-        ("exspec", "truncate"),
-    ],
+    [("eqspec", "compact"), ("continuous", "compact"), ("exspec", "group")],
 )
 def test_outputs_are_those_of_plain_decoding(toy_pair, expected, schedule, rollback):
     llm = make_llm(toy_pair, schedule, rollback, attention_backend="triton")
-    assert [token_ids for token_ids, _ in run(llm)] == expected
+    assert [token_ids for token_ids, _ in run(llm, 3)] == expected
     assert llm.metrics.accepted_tokens > 0
-    assert llm.metrics.gathered_bytes == 0 or rollback == "group"
+    assert (llm.metrics.rollback_bytes > 0) == (rollback == "compact")
 
 
 @pytest.mark.parametrize("rollback", ["compact", "group"])

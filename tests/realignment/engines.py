@@ -41,7 +41,7 @@ def make_llm(pair, schedule, rollback, k=3, **arguments):
     )
 
 
-def run(llm, num_requests=len(PROMPTS)):
+def run(llm, num_requests=None):
     """Token ids and log-probabilities of every completion."""
     params = PARAMS if llm.engine.drafter else [replace(params, extra_args=None) for params in PARAMS]
     outputs = llm.generate(PROMPTS[:num_requests], params[:num_requests], use_tqdm=False)

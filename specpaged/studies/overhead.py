@@ -1,0 +1,101 @@
+"""Where a step's time and bytes go: the form of the paper's Table 2 and Figure 5b."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from specpaged.environment import environment
+from specpaged.studies import paper, plots
+from specpaged.studies.method import Method
+from specpaged.studies.result import Column, Result, Row, spread
+from specpaged.studies.rounds import play
+from specpaged.studies.workload import Options, Run
+
+COLUMNS = (
+    Column("method", "method"),
+    Column("B", "B", "d"),
+    Column("tokens_per_second", "tokens/s", ".0f"),
+    Column("verify", "verify %", ".1f"),
+    Column("draft", "draft %", ".1f"),
+    Column("realignment", "realign %", ".1f"),
+    Column("rest", "rest %", ".1f"),
+    Column("paper", "paper, realign %"),
+    Column("calls", "calls", "d"),
+    Column("ms_per_verify", "ms/verify", ".2f"),
+    Column("rollback_kib", "rollback", ".1f"),
+    Column("gather_kib", "gather", ".1f"),
+    Column("other_kib", "other", ".1f"),
+    Column("total_kib", "KiB/round", ".1f"),
+    Column("models", "models"),
+)
+SHARES = ("verify", "draft", "realignment", "rest")
+
+
+def run(options: Options, progress: Callable[[str, int], Callable[[int], object]]) -> Result:
+    """All methods side by side at every B."""
+    rows: list[Row] = []
+    for workload in options.workloads():
+        for batch_size in options.batch_sizes:
+            advance = progress(f"B = {batch_size}", len(workload.prompts) * len(options.methods) * options.rounds)
+            for method, runs in play(workload, options.methods, batch_size, options.rounds, advance).items():
+                rows.append(
+                    {
+                        "models": workload.pair.name,
+                        "method": method.name,
+                        "B": batch_size,
+                        "tokens_per_second": spread([of_round.tokens_per_second for of_round in runs])["median"],
+                        **shares(runs),
+                        "paper": paper.REALIGNMENT_SHARE.get(batch_size) if _is_eqspec(method) else None,
+                        **per_round(runs),
+                    }
+                )
+    return Result(
+        "overhead",
+        f"where time goes, and KV copied in a round; {options.max_tokens} tokens at most, "
+        f"K = {options.num_speculative_tokens}",
+        COLUMNS,
+        rows,
+        environment(options.threads),
+        options.as_dict(),
+        "medians of the rounds' shares of wall time; realign: truncation or an arm's copies, both models'; rest: "
+        "scheduling, packing, acceptance, the client; KiB: written by copying because drafts were rejected, so that "
+        "attention could read it, and otherwise; paper: realignment in EQSPEC (arXiv 2510.22876)",
+        draw=lambda result, out: [plots.shares(result, out / "overhead.png", SHARES)],
+    )
+
+
+def shares(runs: Sequence[Run]) -> Row:
+    """Percent of wall time, by stage: the medians of the rounds."""
+    by_stage: dict[str, list[float]] = {name: [] for name in SHARES}
+    for of_round in runs:
+        metrics = of_round.metrics
+        seconds = {
+            "verify": metrics.seconds["score"],
+            "draft": metrics.seconds["propose"],
+            "realignment": metrics.rollback_seconds,
+        }
+        seconds["rest"] = of_round.seconds - sum(seconds.values())
+        for name, value in seconds.items():
+            by_stage[name].append(100 * value / of_round.seconds)
+    return {name: spread(values, 2)["median"] for name, values in by_stage.items()}
+
+
+def per_round(runs: Sequence[Run]) -> Row:
+    """Calls of the target's pass, its time, and the bytes of KV that a round copies."""
+    metrics = runs[0].metrics  # the same in every round, but for the time
+    ms = spread([1e3 * of_round.metrics.seconds["score"] / of_round.metrics.steps for of_round in runs])["median"]
+    columns = {
+        "rollback_kib": metrics.rollback_bytes,
+        "gather_kib": metrics.gathered_bytes,
+        "other_kib": metrics.other_copied_bytes + metrics.fork_copied_bytes,
+    }
+    columns["total_kib"] = sum(columns.values())
+    return {
+        "calls": metrics.steps,
+        "ms_per_verify": ms,
+        **{name: round(num_bytes / metrics.rounds / 1024, 2) for name, num_bytes in columns.items()},
+    }
+
+
+def _is_eqspec(method: Method) -> bool:
+    return method.schedule == "eqspec" and method.rollback == "repad"

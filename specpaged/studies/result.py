@@ -1,0 +1,83 @@
+"""A study's result: rows of plain data, shown as a table, written as CSV, JSON and plots."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of a table: the row's entry, its heading, and how it is written."""
+
+    key: str
+    heading: str
+    form: str = ""
+
+    def cell(self, row: Row) -> str:
+        """Empty where the row has no such entry."""
+        value = row.get(self.key)
+        return "" if value is None else format(value, self.form)
+
+
+@dataclass
+class Result:
+    """What a study found. `draw` gets the rows and a path without its ending."""
+
+    name: str
+    title: str
+    columns: Sequence[Column]
+    rows: list[Row]
+    environment: dict[str, Any]
+    settings: dict[str, Any]
+    caption: str = ""
+    notes: dict[str, Any] = field(default_factory=dict)
+    draw: Callable[[Result, Path], list[Path]] | None = None
+
+    def print(self, console: Console) -> None:
+        """The table."""
+        table = Table(title=self.title, caption=self.caption or None)
+        for i, column in enumerate(self.columns):
+            table.add_column(column.heading, justify="left" if i == 0 else "right", no_wrap=i == 0)
+        for row in self.rows:
+            table.add_row(*(column.cell(row) for column in self.columns))
+        console.print(table)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            "study": self.name,
+            "environment": self.environment,
+            "settings": self.settings,
+            "rows": self.rows,
+            **({"notes": self.notes} if self.notes else {}),
+        }
+
+    def write(self, out: Path) -> list[Path]:
+        """CSV, JSON and plots; the files that were written."""
+        out.mkdir(parents=True, exist_ok=True)
+        written = [out / f"{self.name}.csv", out / f"{self.name}.json"]
+        keys = list(dict.fromkeys(key for row in self.rows for key in row))
+        with written[0].open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, keys)
+            writer.writeheader()
+            writer.writerows(self.rows)
+        written[1].write_text(json.dumps(self.as_dict(), indent=1) + "\n", encoding="utf-8")
+        if self.draw is not None:
+            written += self.draw(self, out)
+        return written
+
+
+def spread(values: Sequence[float], digits: int = 4) -> dict[str, float]:
+    """Median, minimum and maximum."""
+    return {name: round(of(values), digits) for name, of in (("median", median), ("min", min), ("max", max))}
