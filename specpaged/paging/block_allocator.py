@@ -78,7 +78,7 @@ class BlockAllocator:
 
     def free(self, block: int) -> None:
         """One owner less; the last one makes the block free. O(1)."""
-        refs = self.ref_count(block)
+        refs = self._ref_counts[block] if 0 < block <= self.num_blocks else self.ref_count(block)
         if refs == 0:
             raise ValueError(f"block {block} has no owner (double free?); only an allocated block can be freed")
         self._ref_counts[block] = refs - 1

@@ -103,8 +103,9 @@ class PageTable:
 
         Blocks that no pool needs any more are freed, reserved but unused ones too. Returns how many.
         """
-        self._check_pool(pool)
         context_lens = self.context_lens
+        if not 0 <= pool < len(context_lens):
+            self._check_pool(pool)
         if not 0 <= num_tokens <= context_lens[pool]:
             raise ValueError(
                 f"num_tokens must be in 0..{context_lens[pool]}, the context of pool {pool}, got {num_tokens}"
@@ -112,7 +113,8 @@ class PageTable:
         context_lens[pool] = num_tokens
         if num_tokens < self.num_published * self.block_size:
             self.num_published, self.published_tail = 0, None
-        return self._drop(-(-max(context_lens) // self.block_size))
+        num_kept = -(-(max(context_lens) if len(context_lens) > 1 else num_tokens) // self.block_size)
+        return self._drop(num_kept) if num_kept < len(self.blocks) else 0
 
     def fork(self, num_tokens: int) -> tuple[PageTable, list[tuple[int, int]]]:
         """A child with the first num_tokens tokens, valid in every pool of this one, and the blocks to copy.

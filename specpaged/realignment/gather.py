@@ -17,12 +17,25 @@ class Gather(DenseArm):
 
     name = "gather"
 
+    def __init__(self, kv_caches: Sequence[DenseKVCache], max_model_len: int):
+        super().__init__(kv_caches, max_model_len)
+        self._scratch: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
+
     def move(self, cache: DenseKVCache, moves: Sequence[Move]) -> int:
         """See DenseArm."""
         source, destination = source_and_destination(moves, cache.layers[0].device)
         for layer in cache.layers:
-            layer.index_copy_(0, destination, layer.index_select(0, source))
+            gathered = self._room(len(source), layer)
+            torch.index_select(layer, 0, source, out=gathered)
+            layer.index_copy_(0, destination, gathered)
         return 2 * len(source)
+
+    def _room(self, num_tokens: int, layer: Tensor) -> Tensor:
+        """[num_tokens, 2, Hkv, D]: memory that is kept, as new pages of it would cost more than the copy."""
+        key = (layer.shape[1:], layer.dtype)
+        if key not in self._scratch or len(self._scratch[key]) < num_tokens:
+            self._scratch[key] = layer.new_empty(num_tokens, *layer.shape[1:])
+        return self._scratch[key][:num_tokens]
 
 
 def source_and_destination(moves: Sequence[Move], device: torch.device) -> tuple[Tensor, Tensor]:

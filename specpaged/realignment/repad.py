@@ -7,11 +7,14 @@ from collections.abc import Sequence
 from specpaged.realignment.dense import DenseArm, Move
 from specpaged.realignment.dense_kv_cache import DenseKVCache
 
+CACHED_BYTES = 4 << 20  # a temporary of up to so many is read back from a cache
+
 
 class Repad(DenseArm):
     """Each row that moves is taken out without its padding, and written back at its new offset.
 
-    What the round appended is in place behind it already, so that appending is no copy of its own.
+    What the round appended is in place behind it already, so that appending is no copy of its own. A short row moves in
+    all layers at once, as calls cost more than bytes there; a long one layer by layer.
     """
 
     name = "repad"
@@ -20,6 +23,8 @@ class Repad(DenseArm):
         """See DenseArm."""
         for slot, length, shift in moves:
             for stack in cache.stacks:
-                unpadded = stack[:, slot : slot + length].clone()
-                stack[:, slot + shift : slot + shift + length] = unpadded
+                old, new = (stack[:, first : first + length] for first in (slot, slot + shift))
+                parts = zip(old, new, strict=True) if old.nbytes > CACHED_BYTES else [(old, new)]
+                for padded, repadded in parts:
+                    repadded.copy_(padded.clone())
         return 2 * sum(move.length for move in moves)

@@ -28,9 +28,10 @@ BLOCK_SIZE = 16
 BATCH_SIZES = (1, 8, 32, 128)
 CONTEXTS = (128, 2048, 8192)
 PATTERNS = ("equal", "ragged")
+EQUAL = 3  # tokens that all sequences gain in the pattern "equal"
 MAX_BYTES = 2 << 30  # of a cell's dense KV; beyond, fewer layers stand for all
 SECONDS = 0.4  # of a cell's rounds, unless two of them take longer
-MAX_ROUNDS = 50
+MAX_ROUNDS = 300
 
 COLUMNS = (
     Column("arm", "arm"),
@@ -87,7 +88,7 @@ class KVShape:
 
 @dataclass(frozen=True)
 class Cell:
-    """One entry of the matrix."""
+    """One entry of the matrix. `context` is what a sequence that gains EQUAL tokens has behind the round."""
 
     arm: str
     batch_size: int
@@ -95,11 +96,17 @@ class Cell:
     pattern: str
 
     @property
+    def context_before(self) -> int:
+        """Of all sequences, which are aligned."""
+        return self.context - EQUAL
+
+    @property
     def num_gained(self) -> list[int]:
         """a_i: accepted drafts and the bonus token, of NUM_DRAFTS + 1; ragged: 1, 2, .. 6, 1, .."""
         if self.pattern == "equal":
-            return [3] * self.batch_size
-        return [1 + b % (NUM_DRAFTS + 1) for b in range(self.batch_size)]
+            return [EQUAL] * self.batch_size
+        gained = [1 + b % (NUM_DRAFTS + 1) for b in range(self.batch_size)]
+        return [min(gained)] * self.batch_size if self.arm == "batch_min" else gained
 
 
 @dataclass(eq=False)
@@ -111,7 +118,7 @@ class _Line:
 
 
 class Round:
-    """A round that can be rolled back time and again: every sequence had `context` tokens of KV, all rows aligned.
+    """A round that can be rolled back time and again: every sequence had as much KV, all rows were aligned.
 
     `prepare` puts the sequences behind the target's pass, with KV for all drafts; `roll_back` is what a study times.
     """
@@ -141,11 +148,13 @@ class Round:
             self.arm = dense_arm(cell.arm, [cache], columns, size)
             self.allocator = BlockAllocator(size)
             tables = [self.arm.new_table(self.allocator, 1) for _ in range(size)]
-        self.lines = [_Line(cell.context + 1, table) for table in tables]
+        self.lines = [_Line(0, table) for table in tables]
+        self.kept = [cell.context_before + gained for gained in cell.num_gained]
 
     def prepare(self) -> None:
         """Behind the target's pass of the round: nothing of this is timed."""
-        context, written = self.cell.context, self.cell.context + NUM_DRAFTS + 1
+        context = self.cell.context_before
+        written = context + NUM_DRAFTS + 1
         for line in self.lines:
             table = line.page_table
             table.truncate(TARGET, min(context, table.context_lens[TARGET]))
@@ -167,7 +176,7 @@ class Round:
         """The caches hold the context, and so do the rows; behind the last round another batch may have had these."""
         for line in self.lines:
             table = line.page_table
-            table.num_cached = [self.cell.context]
+            table.num_cached = [self.cell.context_before]
         self.arm.place(self._entries())
 
     def _entries(self) -> list[ScheduledSequence]:
@@ -180,11 +189,12 @@ class Round:
 
         For "group" it includes putting the next round's batch together.
         """
-        for line, gained in zip(self.lines, self.cell.num_gained, strict=True):
-            line.page_table.truncate(TARGET, self.cell.context + gained)
-            line.num_tokens = self.cell.context + gained + 1
+        for line, kept in zip(self.lines, self.kept, strict=True):
+            line.page_table.truncate(TARGET, kept)
         if self.arm is None:
             return CopiedBytes()
+        for line, kept in zip(self.lines, self.kept, strict=True):
+            line.num_tokens = kept + 1
         self.arm.copied.rollback = self.arm.copied.gather = self.arm.copied.other = 0
         self.arm.realign(self.lines)
         if self.cell.arm == "group":
@@ -274,8 +284,9 @@ def result(rows: Sequence[Row], shape: KVShape, device: str, threads: int) -> Re
         environment(threads),
         {"kv_shape": str(shape), "num_drafts": NUM_DRAFTS, "block_size": BLOCK_SIZE, "device": device},
         "medians of wall times, truncation and the allocator's work included; MiB of KV written by copying because "
-        "drafts were rejected, so that attention can read it, and otherwise; ragged: 1 to 6 tokens gained, in turn; "
-        "scaled: fewer layers ran, as all would take more than 2 GiB",
+        "drafts were rejected, so that attention can read it, and otherwise; equal: each sequence gains 3 tokens; "
+        "ragged: 1 to 6, in turn (batch_min: 1); context: behind a gain of 3; scaled: fewer layers ran, as all would "
+        "take more than 2 GiB",
         draw=lambda matrix, out: [plots.rollback(matrix, out / "rollback.png")],
     )
 
