@@ -1,15 +1,17 @@
 # make install  set up .venv        make demo   decode the sample prompts, plain and speculative
 # make test     run the tests       make lint   ruff, formatting included
-# make bench    benchmarks          make test-oldest   the tests on the oldest supported versions
+# make bench    benchmarks          make bench-rollback   what rolling back costs, with a picture in OUT
+# make test-oldest                  the tests on the oldest supported versions
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 CONSTRAINTS ?= constraints.txt
+OUT ?= build/benchmarks
 # Without a GPU, PyTorch's index of CPU wheels spares the gigabytes of CUDA that the default index may bring along.
 TORCH_INDEX_URL ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org/whl/cpu)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: install demo test lint format bench test-oldest clean
+.PHONY: install demo test lint format bench bench-rollback test-oldest clean
 
 install: $(VENV)/.installed
 
@@ -36,6 +38,9 @@ format: install
 
 bench: install
 	$(BIN)/python -m pytest benchmarks --benchmark-only -s
+
+bench-rollback: install
+	$(BIN)/python -m pytest benchmarks/test_rollback.py --benchmark-only --benchmark-quiet --durations 0 -q -s --out $(OUT)
 
 test-oldest:
 	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt

@@ -7,8 +7,10 @@ import os
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from benchmarks.environment import environment
+from specpaged.studies.result import Result
 
 RESULTS = pytest.StashKey[dict]()
 
@@ -20,6 +22,7 @@ def pytest_addoption(parser):
     group.addoption(
         "--waves", type=int, help="Full batches of prompts in a round (default: 4, 2, 1, 1 at B = 1, 8, 32, 128)."
     )
+    group.addoption("--kv-shape", default="8,4,32", help="L,Hkv,D[,dtype] of the rollback benchmark (default: 8,4,32).")
     group.addoption(
         "--out",
         type=Path,
@@ -56,20 +59,32 @@ def pytest_terminal_summary(terminalreporter, config):
     from benchmarks.table import print_tables
 
     terminalreporter.ensure_newline()
-    print_tables(config.stash[RESULTS])
+    results = config.stash[RESULTS]
+    print_tables(results)
+    if results.get("rollback", {}).get("rows"):
+        from specpaged.studies.rollback import result
+
+        results["rollback"] = matrix = result(**results["rollback"], threads=config.getoption("--threads"))
+        matrix.print(Console(width=150))
 
 
 def pytest_unconfigure(config):
     results = config.stash.get(RESULTS, {})
-    if not {"throughput", "k_sweep", "draft_step", "memory", "paging"} & results.keys():
+    measured = {"throughput", "k_sweep", "draft_step", "memory", "paging"} & results.keys()
+    matrix = results.pop("rollback", None)  # a study's result, which has a file of its own
+    matrix = matrix if isinstance(matrix, Result) else None
+    if not measured and matrix is None:
         return
     out = config.getoption("--out")
     if out is not None:
         out = Path(out)
         out.mkdir(parents=True, exist_ok=True)
-        (out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+        if matrix is not None:
+            print("wrote", *(path.name for path in matrix.write(out)))
+        if measured:
+            (out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
         if "throughput" in results:
             from benchmarks.picture import draw
 
             print(draw(results, out / "throughput.png"))
-    print(json.dumps(results))
+    print(json.dumps(results | ({} if matrix is None else {"rollback": matrix.as_dict()})))

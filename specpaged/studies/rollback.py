@@ -184,7 +184,7 @@ class Round:
             ScheduledSequence(line, line.page_table.context_lens[TARGET], 1, NUM_DRAFTS, True) for line in self.lines
         ]
 
-    def roll_back(self) -> CopiedBytes | None:
+    def roll_back(self) -> CopiedBytes:
         """Truncate, and what the arm does beyond; bytes of KV written by copying, of the layers that are there.
 
         For "group" it includes putting the next round's batch together.
@@ -202,22 +202,33 @@ class Round:
         return self.arm.copied
 
     def seconds(self) -> tuple[list[float], CopiedBytes]:
-        """Wall times of as many rounds as SECONDS allow, at least two after one that warms up; the bytes of one."""
+        """Wall times of rounds after one that warms up; the bytes of one."""
+        self.prepare()
+        self._timed()  # warms up
         times: list[float] = []
-        total = 0.0
-        while len(times) < 3 or (total < SECONDS and len(times) <= MAX_ROUNDS):
+        rounds = 1
+        while len(times) < rounds:
             self.prepare()
-            self._wait()
-            start = time.perf_counter()
-            copied = self.roll_back()
-            self._wait()
-            times.append(time.perf_counter() - start)
-            total += times[-1]
-        return times[1:], copied
+            seconds, copied = self._timed()
+            times.append(seconds)
+            rounds = num_rounds(times[0])
+        return times, copied
+
+    def _timed(self) -> tuple[float, CopiedBytes]:
+        self._wait()
+        start = time.perf_counter()
+        copied = self.roll_back()
+        self._wait()
+        return time.perf_counter() - start, copied
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def num_rounds(seconds: float) -> int:
+    """How often to repeat what takes so long: as SECONDS allow, but twice at least, and at most MAX_ROUNDS times."""
+    return max(2, min(MAX_ROUNDS, round(SECONDS / max(seconds, 1e-9))))
 
 
 def available_arms(device: str) -> list[str]:
@@ -274,15 +285,15 @@ def with_ratios(rows: Sequence[Row]) -> list[Row]:
     return [row | {"over_truncate": row["us"] / fields[row["B"], row["context"], row["pattern"]]} for row in rows]
 
 
-def result(rows: Sequence[Row], shape: KVShape, device: str, threads: int) -> Result:
+def result(rows: Sequence[Row], kv_shape: KVShape, threads: int, device: str = "cpu") -> Result:
     """The matrix."""
     return Result(
         "rollback",
-        f"one round's rollback; KV of one model, {shape}; {device}",
+        f"one round's rollback; KV of one model, {kv_shape}; {device}",
         COLUMNS,
         with_ratios(rows),
         environment(threads),
-        {"kv_shape": str(shape), "num_drafts": NUM_DRAFTS, "block_size": BLOCK_SIZE, "device": device},
+        {"kv_shape": str(kv_shape), "num_drafts": NUM_DRAFTS, "block_size": BLOCK_SIZE, "device": device},
         "medians of wall times, truncation and the allocator's work included; MiB of KV written by copying because "
         "drafts were rejected, so that attention can read it, and otherwise; equal: each sequence gains 3 tokens; "
         "ragged: 1 to 6, in turn (batch_min: 1); context: behind a gain of 3; scaled: fewer layers ran, as all would "
@@ -313,4 +324,4 @@ def run(
         rows.append(row_of(cell, played, *played.seconds()))
         del played
         advance(1)
-    return result(rows, shape, device, threads)
+    return result(rows, shape, threads, device)
