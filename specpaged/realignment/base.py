@@ -23,6 +23,11 @@ class CopiedBytes:
     gather: int = 0  # so that attention could read it
     other: int = 0  # because of the layout, with drafts or without
 
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.rollback + self.gather + self.other
+
 
 class Arm:
     """An arm, and the paged one ("truncate"): page tables are cut, and no KV is copied.

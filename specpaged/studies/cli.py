@@ -187,7 +187,7 @@ def rollback(
         _with_progress,
         study.run,
         arms=_checked(study.check_arms, names.split(","), device),
-        batch_sizes=_checked(_numbers, "--batch-sizes", batch_sizes, int),
+        batch_sizes=_checked(_batch_sizes, batch_sizes),
         contexts=_checked(_numbers, "--context-lens", context_lens, int) or study.CONTEXTS,
         shape=_checked(study.KVShape.parse, kv_shape),
         device=device,
@@ -202,7 +202,7 @@ def _options(arguments: dict[str, Any]) -> Options:
 
     arguments = dict(arguments)
     arguments["methods"] = _checked(parse_methods, arguments.pop("arms"))
-    arguments["batch_sizes"] = _checked(_numbers, "--batch-sizes", arguments["batch_sizes"], int)
+    arguments["batch_sizes"] = _checked(_batch_sizes, arguments["batch_sizes"])
     arguments["models"] = [_checked(Pair.parse, text) for text in arguments["models"] or [EMBEDDED]]
     return Options(**arguments)
 
@@ -219,6 +219,13 @@ def _numbers(name: str, text: str | None, kind: type) -> list[Any]:
             raise ValueError(f"{name}={text!r} holds {part!r}; allowed: positive numbers with commas between them")
         numbers.append(number)
     return numbers
+
+
+def _batch_sizes(text: str) -> list[int]:
+    sizes = _numbers("--batch-sizes", text, int)
+    if not sizes:
+        raise ValueError(f"--batch-sizes={text!r} names none; allowed: positive numbers with commas between them")
+    return sizes
 
 
 def _study(name: str, options: Options, function: str = "run", **arguments: Any) -> None:
@@ -242,11 +249,19 @@ def _with_progress(study: Callable[..., Result], **arguments: Any) -> Result:
 
 @contextmanager
 def _bars() -> Iterator[Progress]:
-    """A bar for each cell of a study."""
+    """A bar for each cell of a study; a line, where nobody would see it move."""
+    if not sys.stderr.isatty():
+
+        def announce(label: str, total: int) -> Callable[[int], object]:
+            errors.print(f"{label}: {total}", highlight=False)
+            return lambda count: None
+
+        yield announce
+        return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=errors, transient=not sys.stderr.isatty()) as bars:
+    with Progress(*columns, console=errors) as bars:
 
         def progress(label: str, total: int) -> Callable[[int], object]:
             task = bars.add_task(label, total=total)

@@ -263,8 +263,8 @@ def cells(arms: Sequence[str], batch_sizes: Sequence[int], contexts: Sequence[in
 
 
 def row_of(cell: Cell, played: Round, times: Sequence[float], copied: CopiedBytes) -> Row:
-    """What the matrix says of a cell; where few layers stand for all, times and bytes are scaled."""
-    scale = played.scale
+    """What the matrix says of a cell; where few layers stand for all, bytes are scaled, and the time that they take."""
+    scale = played.scale if copied.total else 1.0  # what copies nothing takes as long for any number of layers
     us = {"us": median(times), "min_us": min(times), "max_us": max(times)}
     mib = {"rollback_mib": copied.rollback, "gather_mib": copied.gather, "other_mib": copied.other}
     return {
@@ -274,7 +274,7 @@ def row_of(cell: Cell, played: Round, times: Sequence[float], copied: CopiedByte
         "pattern": cell.pattern,
         **{name: round(value * scale * 1e6, 3) for name, value in us.items()},
         **{name: value * scale / 2**20 for name, value in mib.items()},
-        "total_mib": sum(mib.values()) * scale / 2**20,
+        "total_mib": copied.total * scale / 2**20,
         "scaled": None if scale == 1 else f"{played.num_layers}, scaled",
     }
 
