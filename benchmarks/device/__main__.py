@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.device import attention_speed, exactness, kernel_errors, linear_speed, loop, rollback
-from benchmarks.device.scale import FULL, SMOKE
+from benchmarks.device.scale import FULL, SMOKE, Scale
 from benchmarks.device.timing import Timer
 from benchmarks.environment import ROOT, environment
 from specpaged.metrics import STAGES
@@ -58,8 +58,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         sections["attention"] = lambda: attention_speed.run(scale, timer)
         if timer is not None:
             sections["linear"] = lambda: linear_speed.run(scale, timer)
-            sections["rollback"] = lambda: rollback.run(scale, timer)
             sections["end_to_end"] = lambda: exactness.end_to_end(scale)
+        sections["rollback"] = lambda: rollback.run(scale)
     for name, run in sections.items():
         start = time.perf_counter()
         console.print(f"[dim]{name} ...[/]", end=" ")
@@ -71,7 +71,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         if scale.on_gpu:  # now: whatever stops the run later
             _write(result, options.out, "device-loop" if options.loop else "device")
             torch.cuda.empty_cache()
-    _print_tables(result)
+    _print_tables(result, scale)
     print(json.dumps(result))
     return result
 
@@ -112,7 +112,7 @@ def _device(on_gpu: bool) -> dict[str, Any]:
     }
 
 
-def _print_tables(result: dict[str, Any]) -> None:
+def _print_tables(result: dict[str, Any], scale: Scale) -> None:
     for name in ("kernel_errors", "exactness", "end_to_end"):
         if name in result:
             console.print(f"[bold]{name}[/]")
@@ -125,8 +125,8 @@ def _print_tables(result: dict[str, Any]) -> None:
         console.print(_attention_table(result["attention"], result["bandwidth"]["copy"]))
     if isinstance(result.get("linear"), list):
         console.print(_linear_table(result["linear"]))
-    if isinstance(result.get("rollback"), list):
-        console.print(_rollback_table(result["rollback"]))
+    if "rows" in result.get("rollback", {}):
+        rollback.print_table(result["rollback"], scale, console)
 
 
 def _loop_table(result: dict[str, Any]) -> Table:
@@ -179,19 +179,6 @@ def _linear_table(entries: list[dict[str, Any]]) -> Table:
         table.add_row(
             str(entry["M"]), f"{ours * 1e3:.2f}", f"{stock * 1e3:.2f}", f"{stock / ours:.2f}",
             *(f"{ratio:.2f}" for ratio in ratios),
-        )  # fmt: skip
-    return table
-
-
-def _rollback_table(entries: list[dict[str, Any]]) -> Table:
-    table = Table(title="rollback of one round, all layers; us: truncate of host time, the dense ways of device time")
-    ways = ("truncate", "realign", "torch repad")
-    for column in ("B", "context", *ways, "MB moved by the dense ways"):
-        table.add_column(column, justify="right")
-    for entry in entries:
-        table.add_row(
-            str(entry["B"]), str(entry["context"]), *(f"{entry[way]['seconds'] * 1e6:.1f}" for way in ways),
-            f"{entry['realign']['bytes'] / 1e6:.0f}",
         )  # fmt: skip
     return table
 

@@ -1,7 +1,8 @@
 """The device benchmark, on tiny shapes in the interpreter: what it checks is right. Timing needs a GPU."""
 
-from benchmarks.device import loop, rollback
+from benchmarks.device import loop
 from benchmarks.device.__main__ import main, succeeded
+from specpaged.config import ROLLBACKS
 
 
 def test_every_check_passes(capsys):
@@ -15,6 +16,7 @@ def test_every_check_passes(capsys):
     assert errors["float16"]["lm_head"]
     assert errors["float32"] == {"sample": True, "accept": True, "reject": True}
     assert errors["int32"]["pack"]
+    assert {row["arm"] for row in result["rollback"]["rows"]} == set(ROLLBACKS)
     assert result["exactness"] == {"float16": {"attention": True, "linear": True, "rms_norm": True}}
     neighbour = result["attention"][0]["neighbours"]["torch SDPA per sequence"]
     assert neighbour["apart"] < 0.01
@@ -41,7 +43,3 @@ def test_the_loop_decodes_the_same_in_every_way(capsys, tmp_path):
 def test_runs_agree_as_far_as_the_shortest_of_them_came():
     assert loop._agree([[[1, 2, 3], [4]], [[1, 2], [4, 5]]])
     assert not loop._agree([[[1, 2, 3], [4]], [[1, 9], [4, 5]]])
-
-
-def test_truncation_leaves_the_page_tables_as_they_were():
-    assert rollback.truncate_seconds(batch_size=3, context_len=40, block_size=16, rounds=2) > 0
