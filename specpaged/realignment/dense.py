@@ -86,11 +86,12 @@ class DenseArm(Arm):
 
     def check_integrity(self) -> None:
         """I1, and every row of the batch is somebody's own."""
-        rows = [table.row for table in self.tables]
+        tables = [table for table in self.tables if table.row is not None]  # the others have been aborted
+        rows = [table.row for table in tables]
         if len(set(rows)) != len(rows):
             raise IntegrityError(f"rows {rows} are not distinct")
-        for table in self.tables:
-            if table.start is None or table.start < 0 or table.start + table.context_lens[TARGET] != self.length:
+        for table in tables:
+            if table.start < 0 or table.start + table.context_lens[TARGET] != self.length:
                 raise IntegrityError(
                     f"row {table.row} begins in column {table.start} and holds {table.context_lens[TARGET]} tokens; "
                     f"allowed: an end at {self.length}"

@@ -78,6 +78,31 @@ def test_nan_of_one_request_stays_its_own(toy_pair, monkeypatch):
         engine.check_integrity()
 
 
+@pytest.mark.parametrize(("schedule", "rollback"), PAIRS)
+def test_requests_can_be_aborted_at_any_moment(toy_pair, schedule, rollback):
+    """Waiting, in the middle of a prefill, decoding; the others end as they would have."""
+    llm = make_llm(toy_pair, schedule, rollback, max_num_batched_tokens=16)
+    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    expected = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params, use_tqdm=False)]
+    for num_steps in range(8):
+        for i, prompt in enumerate(PROMPTS):
+            llm.engine.add_request(str(i), prompt["prompt_token_ids"], params)
+        outputs = {}
+        for step in range(200):
+            if step == num_steps:
+                for request_id in ("0", "2", "5"):
+                    if llm.engine.abort_request(request_id) is not None:
+                        outputs[int(request_id)] = None
+                    llm.engine.check_integrity()
+            outputs |= {int(output.request_id): output.outputs[0].token_ids for output in llm.engine.step()}
+            llm.engine.check_integrity()
+        assert {i: token_ids for i, token_ids in outputs.items() if token_ids} == {
+            i: expected[i] for i, token_ids in outputs.items() if token_ids
+        }
+        assert len(outputs) == len(PROMPTS)
+        assert llm.engine.allocator.num_held == 0
+
+
 def test_batch_min_keeps_what_the_shortest_run_has():
     arm = World("batch_min", 1).arm
     verified = VerifyOutput(
