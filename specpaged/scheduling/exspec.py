@@ -13,12 +13,12 @@ class ExspecScheduler(ContinuousScheduler):
     """A window of W > B sequences holds KV, and each round runs B of them.
 
     Who is new to the window is prefilled before anybody drafts on. Then the round goes to the oldest B sequences of one
-    length, and where no length has B of them (or all, where the window holds fewer), to the oldest B of any. A sequence
-    that has ended is replaced before the next round.
+    length, and where no length has B of them (or all, where the window holds fewer), to the B shortest: those who are
+    behind catch up, and lengths meet again. A sequence that has ended is replaced before the next round.
 
         window, by age    A 52   B 47   C 52   D 60   E 47        B = 2: A and C are grouped
                           A 54   B 47   C 53   D 60   E 47               B and E
-                          A 54   B 51   C 53   D 60   E 49               A and B fall back
+                          A 54   B 51   C 53   D 60   E 49               B and E again, who fall back
     """
 
     def __init__(self, *arguments: Any, window: int, sort_by_length: bool = False, **options: Any):
@@ -56,4 +56,5 @@ class ExspecScheduler(ContinuousScheduler):
                     self.num_grouped_rounds += size > 1
                     return sequences[:size]
         self.num_fallback_rounds += size > 1
-        return self.running[:size]
+        shortest = set(sorted(self.running, key=lambda sequence: sequence.num_tokens)[:size])
+        return [sequence for sequence in self.running if sequence in shortest]  # by age, as who is preempted goes by it

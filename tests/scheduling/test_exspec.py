@@ -41,17 +41,17 @@ def test_the_worked_example_of_the_docstring():
     settle(scheduler)
     assert accept(scheduler, A=1, C=0) == "AC"
     assert accept(scheduler, B=3, E=1) == "BE"
-    assert accept(scheduler, A=0, B=0) == "AB"
+    assert accept(scheduler, B=0, E=0) == "BE"
     assert (scheduler.num_grouped_rounds, scheduler.num_fallback_rounds) == (2, 1)
 
 
-def test_without_grouping_every_round_falls_back_to_the_oldest():
+def test_without_grouping_every_round_falls_back_to_the_shortest():
     scheduler = make_exspec(num_blocks=100, budget=200)
     scheduler.group_by_length = False
-    for name in "ABC":
-        make_sequence(scheduler, name, 7 if name != "B" else 9)
+    for name, length in zip("ABCD", (9, 7, 8, 9), strict=True):
+        make_sequence(scheduler, name, length)
     settle(scheduler)
-    assert accept(scheduler, A=0, B=0) == "AB"
+    assert accept(scheduler, B=0, C=0) == "BC"
     assert (scheduler.num_grouped_rounds, scheduler.num_fallback_rounds) == (0, 1)
 
 
@@ -82,7 +82,9 @@ def test_those_who_wait_are_ordered_by_length_where_that_is_asked_for():
     window=st.integers(3, 6),
     seed=st.integers(0, 1000),
 )
-def test_rounds_are_of_one_length_or_of_the_oldest_and_everybody_finishes(lengths, num_blocks, budget, k, window, seed):
+def test_rounds_are_of_one_length_or_of_the_shortest_and_everybody_finishes(
+    lengths, num_blocks, budget, k, window, seed
+):
     scheduler = make_exspec(3, window, num_blocks=num_blocks, budget=budget, k=k)
     sequences = [make_sequence(scheduler, str(i), p, m, k) for i, (p, m) in enumerate(lengths)]
     rng = random.Random(seed)
@@ -99,7 +101,8 @@ def test_rounds_are_of_one_length_or_of_the_oldest_and_everybody_finishes(length
             all(e.context_len and e.num_new_tokens == 1 for e in step.entries)
             and scheduler.num_preemptions == preemptions
         ):
-            assert of_step == scheduler.running[: len(of_step)]
+            others = [sequence for sequence in scheduler.running if sequence not in of_step]
+            assert max(s.num_tokens for s in of_step) <= min((s.num_tokens for s in others), default=99)
         run_step(scheduler, step, lambda drafts: rng.randint(0, drafts))
         scheduler.check_integrity()
     assert all(sequence.status is SequenceStatus.FINISHED for sequence in sequences)
