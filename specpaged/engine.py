@@ -90,6 +90,7 @@ class Engine:
         )
         self.requests: dict[str, Request] = {}
         self._num_seeds_derived = 0
+        self._counted: dict[str, int] = {}  # see _count_parts
 
     def add_request(
         self,
@@ -330,15 +331,25 @@ class Engine:
         for sequence in finished:
             self._finish(sequence, sequence.finish_reason or "error")
         self._realign()
-        metrics.preemptions = self.scheduler.num_preemptions
-        metrics.grouped_rounds = self.scheduler.num_grouped_rounds
-        metrics.fallback_rounds = self.scheduler.num_fallback_rounds
-        runners = [runner for runner in (self.target, self.draft) if runner is not None]
-        copied = self.arm.copied
-        metrics.rollback_bytes, metrics.other_copied_bytes = copied.rollback, copied.other
-        metrics.gathered_bytes = copied.gather + sum(runner.gathered_bytes for runner in runners)
-        metrics.filler_rows = sum(runner.filler_rows for runner in runners)
+        self._count_parts()
         return self._collect(finished)
+
+    def _count_parts(self) -> None:
+        """Add to the metrics what the engine's parts have counted since the last time: theirs go on for life."""
+        runners = [runner for runner in (self.target, self.draft) if runner is not None]
+        scheduler, copied = self.scheduler, self.arm.copied
+        totals = {
+            "preemptions": scheduler.num_preemptions,
+            "grouped_rounds": scheduler.num_grouped_rounds,
+            "fallback_rounds": scheduler.num_fallback_rounds,
+            "rollback_bytes": copied.rollback,
+            "gathered_bytes": copied.gather + sum(runner.gathered_bytes for runner in runners),
+            "other_copied_bytes": copied.other,
+            "filler_rows": sum(runner.filler_rows for runner in runners),
+        }
+        for name, total in totals.items():
+            setattr(self.metrics, name, getattr(self.metrics, name) + total - self._counted.get(name, 0))
+        self._counted = totals
 
     def _roll_back(self, rollbacks: SequenceOf[tuple[Sequence, int, int, int]]) -> None:
         """Truncate both pools of each (sequence, target's new context, draft's at most, tokens taken back)."""

@@ -32,27 +32,72 @@ def new_kv_caches(config: EngineConfig, models: Sequence[LoadedModel]) -> list[P
     Raises:
         ValueError: naming the argument that asks for too much of the memory, and what is allowed.
     """
-    max_draft_tokens = config.speculative_config.max_draft_tokens if config.speculative_config else 0
+    check(config, models)
     if config.rollback == "truncate":
-        num_blocks = _num_blocks(config, models, max_draft_tokens)
+        num_blocks = _num_blocks(config, models)
         return [PagedKVCache(m.kv_spec, num_blocks, config.block_size, m.dtype, m.device) for m in models]
-    _check_draft_fits(config, max_draft_tokens)
-    num_columns = config.max_model_len + max_draft_tokens
-    if any(model.backend == "torch" for model in models):  # which reads rows beyond their end, up to its buckets
-        num_columns += KV_PERIOD
-    num_rows = config.max_num_seqs
-    num_caches = config.num_residents if config.rollback == "group" else 0
-    memory = config.kv_cache_memory_bytes or _default_bytes(config)
-    wanted = (num_rows + num_caches) * num_columns * _bytes_per_token(models)
-    if wanted > memory:
-        raise ValueError(
-            f"rollback={config.rollback!r} keeps {num_rows + num_caches} rows of {num_columns} tokens, which take "
-            f"{wanted} bytes of kv_cache_memory_bytes={memory}; allowed: as much memory, or a smaller "
-            f"max_model_len={config.max_model_len} or max_num_seqs={config.max_num_seqs}"
-        )
+    num_rows, num_columns = config.max_num_seqs, _num_columns(config, models)
     if config.rollback == "group":
+        num_caches = config.num_residents
         return [GroupKVCache(m.kv_spec, num_rows, num_columns, m.dtype, m.device, num_caches) for m in models]
     return [DenseKVCache(m.kv_spec, num_rows, num_columns, m.dtype, m.device) for m in models]
+
+
+def check(config: EngineConfig, models: Sequence[LoadedModel]) -> None:
+    """Raises what `new_kv_caches` does, and allocates nothing."""
+    bytes_per_token = _bytes_per_token(models)
+    max_draft_tokens = _max_draft_tokens(config)
+    if config.rollback == "truncate":
+        num_blocks, memory = _num_blocks(config, models), config.kv_cache_memory_bytes
+        if num_blocks * config.block_size < max_draft_tokens + 2:
+            raise ValueError(
+                f"speculative_config['num_speculative_tokens']={max_draft_tokens} needs KV for {max_draft_tokens + 2} "
+                f"tokens of a sequence; kv_cache_memory_bytes={memory} holds {num_blocks * config.block_size} "
+                f"({bytes_per_token} bytes per token, block_size {config.block_size})"
+            )
+    if max_draft_tokens + 2 > config.max_model_len:
+        raise ValueError(
+            f"speculative_config['num_speculative_tokens']={max_draft_tokens} must be at most "
+            f"max_model_len - 2 = {config.max_model_len - 2}"
+        )
+    if config.rollback == "truncate":
+        blocks_per_sequence = -(-config.max_model_len // config.block_size)
+        if num_blocks < blocks_per_sequence:
+            memory = _default_bytes(config) if memory is None else memory
+            raise ValueError(
+                f"kv_cache_memory_bytes={memory} holds {num_blocks} blocks = {num_blocks * config.block_size} tokens; "
+                f"allowed: at least one sequence of max_model_len={config.max_model_len}, that is "
+                f"{blocks_per_sequence * config.block_size * bytes_per_token} bytes, or a smaller max_model_len"
+            )
+        return
+    num_columns = _num_columns(config, models)
+    memory = config.kv_cache_memory_bytes or _default_bytes(config)
+    rows = f"{config.max_num_seqs} rows"
+    smaller = f"max_model_len={config.max_model_len} or max_num_seqs={config.max_num_seqs}"
+    num_rows = config.max_num_seqs
+    if config.rollback == "group":
+        num_rows += config.num_residents
+        rows += f" and {config.num_residents} caches"
+        if config.schedule == "exspec":
+            smaller += f" or window={config.num_residents}"
+    wanted = num_rows * num_columns * bytes_per_token
+    if wanted > memory:
+        raise ValueError(
+            f"rollback={config.rollback!r} keeps {rows} of {num_columns} tokens, which take {wanted} bytes of "
+            f"kv_cache_memory_bytes={memory}; allowed: as much memory, or a smaller {smaller}"
+        )
+
+
+def _max_draft_tokens(config: EngineConfig) -> int:
+    return config.speculative_config.max_draft_tokens if config.speculative_config else 0
+
+
+def _num_columns(config: EngineConfig, models: Sequence[LoadedModel]) -> int:
+    """Of a dense row."""
+    num_columns = config.max_model_len + _max_draft_tokens(config)
+    if any(model.backend == "torch" for model in models):  # which reads rows beyond their end, up to its buckets
+        num_columns += KV_PERIOD
+    return num_columns
 
 
 def _bytes_per_token(models: Sequence[LoadedModel]) -> int:
@@ -65,34 +110,10 @@ def _default_bytes(config: EngineConfig) -> int:
     return DEFAULT_CPU_BYTES
 
 
-def _num_blocks(config: EngineConfig, models: Sequence[LoadedModel], max_draft_tokens: int) -> int:
+def _num_blocks(config: EngineConfig, models: Sequence[LoadedModel]) -> int:
     """Blocks that the KV memory holds, one block taking its bytes in the pools of all models."""
-    bytes_per_token = _bytes_per_token(models)
-    block_bytes = bytes_per_token * config.block_size
+    block_bytes = _bytes_per_token(models) * config.block_size
+    if config.kv_cache_memory_bytes is not None:
+        return config.kv_cache_memory_bytes // block_bytes
     blocks_per_sequence = -(-config.max_model_len // config.block_size)
-    memory = config.kv_cache_memory_bytes
-    if memory is None:
-        memory = min(_default_bytes(config), config.num_residents * blocks_per_sequence * block_bytes)
-    num_blocks = memory // block_bytes
-    if num_blocks * config.block_size < max_draft_tokens + 2:
-        raise ValueError(
-            f"speculative_config['num_speculative_tokens']={max_draft_tokens} needs KV for {max_draft_tokens + 2} "
-            f"tokens of a sequence; kv_cache_memory_bytes={memory} holds {num_blocks * config.block_size} "
-            f"({bytes_per_token} bytes per token, block_size {config.block_size})"
-        )
-    _check_draft_fits(config, max_draft_tokens)
-    if num_blocks < blocks_per_sequence:
-        raise ValueError(
-            f"kv_cache_memory_bytes={memory} holds {num_blocks} blocks = {num_blocks * config.block_size} tokens; "
-            f"allowed: at least one sequence of max_model_len={config.max_model_len}, that is "
-            f"{blocks_per_sequence * block_bytes} bytes, or a smaller max_model_len"
-        )
-    return num_blocks
-
-
-def _check_draft_fits(config: EngineConfig, max_draft_tokens: int) -> None:
-    if max_draft_tokens + 2 > config.max_model_len:
-        raise ValueError(
-            f"speculative_config['num_speculative_tokens']={max_draft_tokens} must be at most "
-            f"max_model_len - 2 = {config.max_model_len - 2}"
-        )
+    return min(_default_bytes(config) // block_bytes, config.num_residents * blocks_per_sequence)

@@ -9,6 +9,7 @@ import torch
 
 HEAD_DIMS = (32, 64, 128, 256)  # in the interpreter, whatever lies between
 BLOCK_SIZES = (16, 128)  # the smallest and the largest power of two
+MAX_BLOCK_SIZE = 2**24  # of attention alone: 32 blocks of a split have positions below 2**31
 MIN_CAPABILITY = (8, 0)
 MAX_VOCAB_SIZE = 64 * 8192
 MAX_NORM_SIZE = 16384

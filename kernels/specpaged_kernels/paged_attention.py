@@ -30,12 +30,11 @@ import triton.language as tl
 from torch import Tensor
 
 from specpaged_kernels.jit import TYPES, Variant, kernel
-from specpaged_kernels.limits import BLOCK_SIZES, DTYPES, HEAD_DIMS, fits, max_group
+from specpaged_kernels.limits import BLOCK_SIZES, DTYPES, HEAD_DIMS, MAX_BLOCK_SIZE, fits, max_group
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 NO_WINDOW = 2**30  # positions are fewer
-MAX_BLOCK_SIZE = 2**24  # a split's pages, times this, must be an int32
 MAX_SPLIT_TOKENS = 16  # query tokens of a sequence up to which its splits are separate work items
 
 
@@ -352,6 +351,8 @@ def paged_attention(
     block_stride: int | None = None,  # slots from a block to the next one; default: block_size
 ) -> Tensor:  # [N, Hq, D] dtype, zeros in filler rows
     """What `paged_attention_ref` says. D is contiguous everywhere; nothing waits for the device."""
+    if block_size > MAX_BLOCK_SIZE:
+        raise ValueError(f"block_size={block_size} is more than {MAX_BLOCK_SIZE}: positions would overflow")
     num_rows, num_heads, head_dim = query.shape
     num_kv_heads = kv_pool.shape[2]
     group = num_heads // num_kv_heads

@@ -20,8 +20,8 @@ class CopiedBytes:
     """KV that an arm has written by copying, target's and draft's; what goes through a temporary counts twice."""
 
     rollback: int = 0  # because drafts were rejected
-    gather: int = 0  # so that attention could read it
-    other: int = 0  # because of the layout, with drafts or without
+    gather: int = 0  # so that attention could read it, as one batch
+    other: int = 0  # because sequences came or left, or into their own caches: with drafts or without
 
     @property
     def total(self) -> int:

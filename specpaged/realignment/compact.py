@@ -16,8 +16,9 @@ class Compact(DenseArm):
     """Triton's `realign`: no temporary, and no row is touched that stays."""
 
     name = "compact"
+    copies = 1
 
-    def move(self, cache: DenseKVCache, moves: Sequence[Move]) -> int:
+    def move(self, cache: DenseKVCache, moves: Sequence[Move]) -> None:
         """See DenseArm."""
         slots, lengths, shifts = zip(*moves, strict=True)
         device = cache.layers[0].device
@@ -25,4 +26,3 @@ class Compact(DenseArm):
         of_move = upload(ints([*lengths, *shifts], torch.int32), device).view(2, -1)
         for stack in cache.stacks:
             realign(stack, first, *of_move)
-        return sum(lengths)

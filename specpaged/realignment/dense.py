@@ -33,10 +33,15 @@ class DenseArm(Arm):
 
     A round writes from column L on, and behind it row i has c_i + a_i tokens; `realign` restores I1, for which row i
     moves iff a_i != L' - L. The draft's KV lies in the same columns, a token or two shorter. A row in the middle of its
-    prefill is not part of the batch yet: it is placed so that its prompt ends at L, and joins when it has.
+    prefill is not part of the batch yet: it is placed so that its prompt ends where the others' known tokens do, and
+    joins when it has run.
+
+    Moves are there because drafts were rejected, unless the row would have had to move anyway, since others came or
+    left: then they are booked as "other".
     """
 
     shares_blocks = False
+    copies = 2  # of a token that moves: through a temporary
 
     def __init__(self, kv_caches: SequenceOf[DenseKVCache], max_model_len: int):
         super().__init__(kv_caches[TARGET].num_columns)
@@ -52,37 +57,58 @@ class DenseArm(Arm):
     def place(self, entries: SequenceOf[ScheduledSequence]) -> None:
         """See Arm: a new row's known tokens will end where the batch ends, or where the longest new one does."""
         new = [entry.sequence for entry in entries if entry.sequence.page_table.start is None]
-        if not new:
-            return
-        length = max(self.length, *(sequence.num_tokens for sequence in new))
-        for sequence in new:
-            table = sequence.page_table
-            table.row = table.blocks[0] - 1
-            table.start = length - sequence.num_tokens
+        if new:
+            known = self.length + 1 if self.length else 0
+            length = max(known, *(sequence.num_tokens for sequence in new))
+            for sequence in new:
+                table = sequence.page_table
+                table.row = table.blocks[0] - 1
+                table.start = length - sequence.num_tokens
+        for entry in entries:
+            table = entry.sequence.page_table
+            table.known_end = table.start + entry.context_len + entry.num_new_tokens
 
     def realign(self, running: SequenceOf[Sequence]) -> None:
         """See Arm: restores I1."""
-        tables = [s.page_table for s in running if s.num_tokens - s.page_table.context_lens[TARGET] == 1]
+        tables = [
+            s.page_table
+            for s in running
+            if s.page_table.start is not None and s.num_tokens - s.page_table.context_lens[TARGET] == 1
+        ]
         self.tables, self.length = tables, 0
         if not tables:
             return
+        starts = [table.start for table in tables]
         lengths = [table.context_lens[TARGET] for table in tables]
-        self.length = aligned_length([table.start for table in tables], lengths, self.max_length)
-        shifts = [self.length - table.start - context_len for table, context_len in zip(tables, lengths, strict=True)]
+        self.length = aligned_length(starts, lengths, self.max_length)
+        shifted = [
+            (table, self.length - start - length)
+            for table, start, length in zip(tables, starts, lengths, strict=True)
+            if start + length != self.length
+        ]
+        if not shifted:
+            return
+        # Where all would be aligned had nobody drafted.
+        known = [table.known_end - table.start for table in tables]
+        without_drafts = aligned_length(starts, known, self.max_length + 1)
         for pool, cache in enumerate(self.kv_caches):
-            moves = [
-                Move(table.entries[0], table.context_lens[pool], shift)
-                for table, shift in zip(tables, shifts, strict=True)
-                if shift and pool < len(table.context_lens) and table.context_lens[pool]
-            ]
+            moves, num_anyway = [], 0
+            for table, shift in shifted:
+                length = table.context_lens[pool] if pool < len(table.context_lens) else 0
+                if length:
+                    moves.append(Move(table.entries[0], length, shift))
+                    num_anyway += length if table.known_end != without_drafts else 0
             if moves:
-                self.copied.rollback += cache.bytes_per_token * self.move(cache, moves)
-        for table, shift in zip(tables, shifts, strict=True):
+                self.move(cache, moves)
+                of_token = cache.bytes_per_token * self.copies
+                self.copied.rollback += of_token * (sum(move.length for move in moves) - num_anyway)
+                self.copied.other += of_token * num_anyway
+        for table, shift in shifted:
             table.start += shift
 
     @abstractmethod
-    def move(self, cache: DenseKVCache, moves: SequenceOf[Move]) -> int:
-        """Do the moves, which lie in different rows, in every layer; the tokens that were written by it."""
+    def move(self, cache: DenseKVCache, moves: SequenceOf[Move]) -> None:
+        """Do the moves, which lie in different rows, in every layer."""
 
     def check_integrity(self) -> None:
         """I1, and every row of the batch is somebody's own."""

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from specpaged.paging.block_allocator import IntegrityError, check_positive
 from specpaged.paging.kv_cache import KVSpec
-
-ENDLESS = 2**24  # the block_size of a pass over rows: no position comes to a second block
+from specpaged_kernels.limits import MAX_BLOCK_SIZE
 
 
 class DenseKVCache:
@@ -18,7 +17,7 @@ class DenseKVCache:
     its position 0. So kernels read the rows where they lie, whatever column they begin in.
     """
 
-    block_size = ENDLESS
+    block_size = MAX_BLOCK_SIZE  # no position comes to a second block
     block_stride = 1
 
     def __init__(

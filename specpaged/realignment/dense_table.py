@@ -16,12 +16,13 @@ class DenseTable(PageTable):
         row 3          . . . x x x x . . .      start 3, context length 4, width 10: entries (33,)
     """
 
-    __slots__ = ("row", "start")
+    __slots__ = ("known_end", "row", "start")
 
     def __init__(self, allocator: BlockAllocator, width: int, num_pools: int):
         super().__init__(allocator, width, num_pools)
         self.row: int | None = None
         self.start: int | None = None
+        self.known_end = 0  # the column behind the known tokens of the last step, where its drafts began
 
     @property
     def entries(self) -> tuple[int]:

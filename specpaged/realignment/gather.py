@@ -21,14 +21,13 @@ class Gather(DenseArm):
         super().__init__(kv_caches, max_model_len)
         self._scratch: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
 
-    def move(self, cache: DenseKVCache, moves: Sequence[Move]) -> int:
+    def move(self, cache: DenseKVCache, moves: Sequence[Move]) -> None:
         """See DenseArm."""
         source, destination = source_and_destination(moves, cache.layers[0].device)
         for layer in cache.layers:
             gathered = self._room(len(source), layer)
             torch.index_select(layer, 0, source, out=gathered)
             layer.index_copy_(0, destination, gathered)
-        return 2 * len(source)
 
     def _room(self, num_tokens: int, layer: Tensor) -> Tensor:
         """[num_tokens, 2, Hkv, D]: memory that is kept, as new pages of it would cost more than the copy."""

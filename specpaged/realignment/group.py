@@ -95,7 +95,9 @@ class Group(Arm):
         """See Arm."""
         tables = {entry.sequence.page_table: entry.context_len + entry.num_new_tokens for entry in entries}
         for row, table in enumerate(self.rows):
-            if table is not None and table not in tables:
+            if table is not None and table.row != row:  # it has given up its KV since, and may have begun anew
+                self.rows[row] = None
+            elif table is not None and table not in tables:
                 table.leave()
                 self.rows[row] = None
         free = [row for row, table in enumerate(self.rows) if table is None]

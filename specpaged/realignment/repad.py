@@ -19,7 +19,7 @@ class Repad(DenseArm):
 
     name = "repad"
 
-    def move(self, cache: DenseKVCache, moves: Sequence[Move]) -> int:
+    def move(self, cache: DenseKVCache, moves: Sequence[Move]) -> None:
         """See DenseArm."""
         for slot, length, shift in moves:
             for stack in cache.stacks:
@@ -27,4 +27,3 @@ class Repad(DenseArm):
                 parts = zip(old, new, strict=True) if old.nbytes > CACHED_BYTES else [(old, new)]
                 for padded, repadded in parts:
                     repadded.copy_(padded.clone())
-        return 2 * sum(move.length for move in moves)

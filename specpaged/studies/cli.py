@@ -28,13 +28,17 @@ console = Console(width=None if sys.stdout.isatty() else 150)
 errors = Console(stderr=True)
 
 Progress = Callable[[str, int], Callable[[int], object]]
-DEFAULT_ARMS = "eqspec/repad,eqspec/gather,eqspec/batch_min,exspec/group,continuous/repad,continuous/truncate"
+DEFAULT_ARMS = (
+    "eqspec/repad,eqspec/gather,eqspec/batch_min,eqspec/truncate,exspec/group,exspec/truncate,continuous/repad,"
+    "continuous/truncate"
+)
 
 Arms = Annotated[
     str,
     typer.Option(
         help=f"With commas between them: {', '.join(SCHEDULE_OF)}, or SCHEDULE/ARM, or 'plain'; '/uncached' behind "
-        "one: the draft has no KV across rounds; '/ungrouped': exspec does not look for equal lengths."
+        "one: the draft has no KV across rounds; '/ungrouped': exspec does not look for equal lengths; '/sorted': it "
+        "keeps its window by length."
     ),
 ]
 BatchSizes = Annotated[str, typer.Option(help="With commas between them.")]
@@ -45,7 +49,6 @@ Out = Annotated[Path | None, typer.Option(help="A folder for CSV, JSON and plots
 MaxTokens = Annotated[int, typer.Option(min=1, help="Of each output.")]
 K = Annotated[int, typer.Option("--num-speculative-tokens", min=1, help="Draft tokens per round.")]
 Window = Annotated[int | None, typer.Option(min=1, help="W of exspec. Default: 48, or half as many again as B.")]
-SortByLength = Annotated[bool, typer.Option("--sort-by-length", help="exspec admits the shortest first.")]
 Rounds = Annotated[int, typer.Option(min=1, help="Turns of every method.")]
 Threads = Annotated[int, typer.Option(min=1, help="CPU threads of a pass.")]
 Device = Annotated[str, typer.Option(help="'cpu' or 'cuda[:index]'.")]
@@ -64,7 +67,6 @@ def equivalence(
     max_tokens: MaxTokens = 50,
     num_speculative_tokens: K = 5,
     window: Window = None,
-    sort_by_length: SortByLength = False,
     threads: Threads = 1,
     device: Device = "cpu",
     dtype: DType = "auto",
@@ -85,7 +87,6 @@ def throughput(
     max_tokens: MaxTokens = 128,
     num_speculative_tokens: K = 5,
     window: Window = None,
-    sort_by_length: SortByLength = False,
     rounds: Rounds = 3,
     threads: Threads = 1,
     device: Device = "cpu",
@@ -116,7 +117,6 @@ def overhead(
     max_tokens: MaxTokens = 128,
     num_speculative_tokens: K = 5,
     window: Window = None,
-    sort_by_length: SortByLength = False,
     rounds: Rounds = 3,
     threads: Threads = 1,
     device: Device = "cpu",
@@ -129,7 +129,7 @@ def overhead(
 
 @app.command()
 def grouping(
-    arms: Arms = "exspec/truncate",
+    arms: Arms = "exspec/truncate,exspec/truncate/sorted",
     batch_sizes: BatchSizes = "2,4,8,16,32",
     prompts: Prompts = None,
     num_prompts: NumPrompts = None,
@@ -138,7 +138,6 @@ def grouping(
     max_tokens: MaxTokens = 128,
     num_speculative_tokens: K = 5,
     window: Window = None,
-    sort_by_length: SortByLength = False,
     threads: Threads = 1,
     device: Device = "cpu",
     dtype: DType = "auto",
@@ -158,7 +157,6 @@ def ablation(
     max_tokens: MaxTokens = 128,
     num_speculative_tokens: K = 5,
     window: Window = None,
-    sort_by_length: SortByLength = False,
     rounds: Rounds = 3,
     threads: Threads = 1,
     device: Device = "cpu",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 
-from specpaged.paging.page_table import DRAFT
+from specpaged.paging.block_allocator import BlockAllocator
+from specpaged.paging.page_table import DRAFT, PageTable
 from specpaged.realignment.base import Arm
 from specpaged.scheduling.base import ScheduledSequence
 from specpaged.sequence import Sequence
@@ -17,8 +18,12 @@ class Forgetful(Arm):
     def __init__(self, arm: Arm):
         super().__init__(arm.tokens_per_block)
         self.arm = arm
-        self.name, self.shares_blocks, self.new_table = arm.name, arm.shares_blocks, arm.new_table
+        self.name, self.shares_blocks = arm.name, arm.shares_blocks
         self.copied = arm.copied
+
+    def new_table(self, allocator: BlockAllocator, num_pools: int) -> PageTable:
+        """See Arm."""
+        return self.arm.new_table(allocator, num_pools)
 
     def place(self, entries: SequenceOf[ScheduledSequence]) -> None:
         """See Arm."""

@@ -11,6 +11,7 @@ from specpaged.studies.result import Column, Result, Row
 from specpaged.studies.workload import Options
 
 COLUMNS = (
+    Column("method", "method"),
     Column("prompts", "prompts"),
     Column("B", "B", "d"),
     Column("rate", "grouped %", ".1f"),
@@ -30,12 +31,13 @@ def run(options: Options, progress: Callable[[str, int], Callable[[int], object]
         raise ValueError(
             f"--arms={','.join(m.name for m in options.methods)} has no method of schedule 'exspec', which alone groups"
         )
+    batch_sizes = [batch_size for batch_size in options.batch_sizes if batch_size > 1]
+    if not batch_sizes:
+        raise ValueError(f"--batch-sizes={options.batch_sizes} has none above 1: one sequence is always of one length")
     for workload in options.workloads():
         for method in methods:
             for kind, prompts in (("random", workload.prompts), ("equal", of_one_length(workload.prompts))):
-                for batch_size in options.batch_sizes:
-                    if batch_size == 1:
-                        continue
+                for batch_size in batch_sizes:
                     advance = progress(f"{kind} prompts, B = {batch_size}", len(prompts))
                     metrics = workload.decode(workload.make_llm(method, batch_size), prompts, progress=advance).metrics
                     rows.append(
@@ -62,8 +64,8 @@ def run(options: Options, progress: Callable[[str, int], Callable[[int], object]
         rows,
         environment(options.threads),
         options.as_dict(),
-        f"of all rounds of several sequences but prefills; equal: the longer half of the prompts, cut to one length; "
-        f"method {', '.join(m.name for m in methods)}; paper: window 48 (arXiv 2510.22876)",
+        "of all rounds of B sequences but prefills, those in which all B had one length; equal: the longer half of the "
+        "prompts, cut to one length; sorted: the window is kept by length; paper: window 48 (arXiv 2510.22876)",
         draw=lambda result, out: [plots.grouping(result, out / "grouping.png")],
     )
 

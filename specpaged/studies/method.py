@@ -20,24 +20,25 @@ SCHEDULE_OF = {
     "batch_min": "eqspec",
     "group": "exspec",
 }
-WITHOUT = ("uncached", "ungrouped")
+VARIATIONS = ("uncached", "ungrouped", "sorted")
 PLAIN = "plain"
 
 
 @dataclass(frozen=True)
 class Method:
     """`plain` decodes without drafts; `uncached` has a draft that forgets its KV after every round, as the paper's
-    code has; `ungrouped` is EXSPEC without looking for equal lengths."""
+    code has; `ungrouped` is EXSPEC without looking for equal lengths, `sorted` EXSPEC with its window by length."""
 
     schedule: str
     rollback: str
     plain: bool = False
     uncached: bool = False
     ungrouped: bool = False
+    sorted: bool = False
 
     @classmethod
     def parse(cls, text: str) -> Method:
-        """A method from 'schedule/arm', from an arm alone, with '/uncached' or '/ungrouped' behind it, or 'plain'.
+        """A method from 'schedule/arm' or from an arm alone, with VARIATIONS behind it; or 'plain'.
 
         Raises:
             ValueError: naming the part that is not known, and what is allowed.
@@ -53,13 +54,13 @@ class Method:
                 f"with SCHEDULE one of {', '.join(SCHEDULES)}; or {PLAIN!r}"
             )
         for part in parts:
-            if part not in WITHOUT:
-                raise ValueError(f"--arms: {text!r} ends in {part!r}; allowed: {', '.join(WITHOUT)}")
-        method = cls(
-            schedule or SCHEDULE_OF[rollback], rollback, uncached="uncached" in parts, ungrouped="ungrouped" in parts
-        )
-        if method.ungrouped and method.schedule != "exspec":
-            raise ValueError(f"--arms: {text!r}: 'ungrouped' is for schedule 'exspec', which alone groups")
+            if part not in VARIATIONS:
+                raise ValueError(f"--arms: {text!r} ends in {part!r}; allowed: {', '.join(VARIATIONS)}")
+        method = cls(schedule or SCHEDULE_OF[rollback], rollback, **{part: True for part in parts})
+        if (method.ungrouped or method.sorted) and method.schedule != "exspec":
+            raise ValueError(
+                f"--arms: {text!r}: 'ungrouped' and 'sorted' are for schedule 'exspec', which alone groups"
+            )
         return method
 
     @property
@@ -67,10 +68,9 @@ class Method:
         """What `parse` reads."""
         if self.plain:
             return PLAIN
-        without = (name for name in WITHOUT if getattr(self, name))
-        return "/".join([self.schedule, self.rollback, *without])
+        return "/".join([self.schedule, self.rollback, *(name for name in VARIATIONS if getattr(self, name))])
 
-    def engine_arguments(self, batch_size: int, window: int | None, sort_by_length: bool) -> dict[str, Any]:
+    def engine_arguments(self, batch_size: int, window: int | None) -> dict[str, Any]:
         """The LLM's arguments that make the difference."""
         arguments: dict[str, Any] = {
             "schedule": self.schedule,
@@ -78,12 +78,12 @@ class Method:
             "max_num_seqs": batch_size,
         }
         if self.schedule == "exspec":
-            arguments |= {"window": window, "sort_by_length": sort_by_length}
+            arguments |= {"window": window, "sort_by_length": self.sorted}
         return arguments
 
     def check(self, batch_size: int, window: int | None, device: str) -> None:
         """Raises ValueError if no engine can be made so."""
-        arguments = self.engine_arguments(batch_size, window, False)
+        arguments = self.engine_arguments(batch_size, window)
         EngineConfig(device=device, max_num_batched_tokens=max(2048, batch_size), **arguments)
 
     def apply(self, llm: LLM) -> None:

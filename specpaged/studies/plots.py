@@ -133,24 +133,16 @@ def grouping(result: Result, path: Path) -> Path:
     plt = _pyplot()
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     for i, kind in enumerate(_names(result, "prompts")):
-        for label, rows in _by_label(result).items():
+        published: dict[int, float] = {}
+        for j, (label, rows) in enumerate(_by_label(result).items()):
             of_kind = [row for row in rows if row["prompts"] == kind]
+            published |= {row["B"]: row["paper"] for row in of_kind if row["paper"] is not None}
+            sizes, rates = [row["B"] for row in of_kind], [row["rate"] for row in of_kind]
+            axes.plot(sizes, rates, f"{'os^v'[j % 4]}-", color=f"C{i}", markersize=5, label=f"{kind} prompts, {label}")
+        if published:
             axes.plot(
-                [row["B"] for row in of_kind],
-                [row["rate"] for row in of_kind],
-                "o-",
-                color=f"C{i}",
-                label=f"{kind} prompts, {label}",
+                *zip(*published.items(), strict=True), "x--", color=f"C{i}", alpha=0.6, label=f"{kind} prompts, paper"
             )
-        published = [row for row in of_kind if row["paper"] is not None]
-        axes.plot(
-            [row["B"] for row in published],
-            [row["paper"] for row in published],
-            "s--",
-            color=f"C{i}",
-            alpha=0.5,
-            label=f"{kind} prompts, paper",
-        )
     _log_sizes(axes, result)
     axes.set_ylabel("rounds of one length, %")
     figure.legend(fontsize=8, ncols=2, loc="outside lower center")

@@ -21,7 +21,7 @@ from specpaged.realignment.group import GroupKVCache
 from specpaged.scheduling.base import ScheduledSequence
 from specpaged.studies import plots
 from specpaged.studies.result import Column, Result, Row
-from specpaged.studies.workload import check_out
+from specpaged.studies.workload import check_device, check_out
 
 NUM_DRAFTS = 5
 BLOCK_SIZE = 16
@@ -29,6 +29,7 @@ BATCH_SIZES = (1, 8, 32, 128)
 CONTEXTS = (128, 2048, 8192)
 PATTERNS = ("equal", "ragged")
 EQUAL = 3  # tokens that all sequences gain in the pattern "equal"
+MIN_CONTEXT = 8  # more than a round gains
 MAX_BYTES = 2 << 30  # of a cell's dense KV; beyond, fewer layers stand for all
 SECONDS = 0.4  # of a cell's rounds, unless two of them take longer
 MAX_ROUNDS = 300
@@ -129,8 +130,9 @@ class Round:
         # Columns for the context, a pass of K + 1 tokens, and the tokens that every row may have gained before it.
         columns = cell.context + 2 * (NUM_DRAFTS + 1)
         if cell.arm != "truncate":
-            row_bytes = shape.bytes_per_token * columns * cell.batch_size
-            self.num_layers = max(1, min(shape.num_layers, MAX_BYTES * shape.num_layers // row_bytes))
+            num_rows = cell.batch_size * (2 if cell.arm == "group" else 1)  # and as many caches
+            num_bytes = shape.bytes_per_token * columns * num_rows
+            self.num_layers = max(1, min(shape.num_layers, MAX_BYTES * shape.num_layers // num_bytes))
         self.scale = shape.num_layers / self.num_layers
         spec = KVSpec(((shape.num_kv_heads, shape.head_dim),) * self.num_layers)
         size, dtype = cell.batch_size, shape.torch_dtype
@@ -143,8 +145,8 @@ class Round:
                 cache: DenseKVCache = GroupKVCache(spec, size, columns, dtype, device, size)
             else:
                 cache = DenseKVCache(spec, size, columns, dtype, device)
-            for stack in cache.stacks:
-                stack.zero_()  # so that the memory is there
+            for tensor in [*cache.stacks, *(own for of_sequence in caches_of(cache) for own in of_sequence)]:
+                tensor.zero_()  # so that the memory is there
             self.arm = dense_arm(cell.arm, [cache], columns, size)
             self.allocator = BlockAllocator(size)
             tables = [self.arm.new_table(self.allocator, 1) for _ in range(size)]
@@ -168,6 +170,7 @@ class Round:
         else:
             for row, line in enumerate(self.lines):
                 line.page_table.row, line.page_table.start = row, 0
+                line.page_table.known_end = context + 1
             self.arm.length = context
         for line in self.lines:
             line.page_table.advance(TARGET, NUM_DRAFTS + 1)
@@ -226,6 +229,11 @@ class Round:
             torch.cuda.synchronize(self.device)
 
 
+def caches_of(cache: DenseKVCache) -> list[list[torch.Tensor]]:
+    """The sequences' own caches, if they have any."""
+    return getattr(cache, "caches", [])
+
+
 def num_rounds(seconds: float) -> int:
     """How often to repeat what takes so long: as SECONDS allow, but twice at least, and at most MAX_ROUNDS times."""
     return max(2, min(MAX_ROUNDS, round(SECONDS / max(seconds, 1e-9))))
@@ -237,12 +245,13 @@ def available_arms(device: str) -> list[str]:
 
 
 def check_arms(arms: Sequence[str], device: str) -> list[str]:
-    """The arms. Raises ValueError for one that is not known or cannot run on the device."""
+    """The arms, each once. Raises ValueError for one that is not known or cannot run on the device."""
+    arms = list(dict.fromkeys(arm.strip() for arm in arms))
     for arm in arms:
         reason = f"is not known; allowed: {', '.join(ROLLBACKS)}" if arm not in ROLLBACKS else _why_not(arm, device)
         if reason is not None:
             raise ValueError(f"--arms: {arm!r} {reason}")
-    return list(arms)
+    return arms
 
 
 def _why_not(arm: str, device: str) -> str | None:
@@ -313,8 +322,16 @@ def run(
     out: object,
     progress: Callable[[str, int], Callable[[int], object]],
 ) -> Result:
-    """Every arm in every field of the matrix."""
+    """Every arm in every field of the matrix.
+
+    Raises:
+        ValueError: naming the option, its value and what is allowed, before any cell.
+    """
     check_out(out)
+    check_device(device)
+    for context in contexts:
+        if context < MIN_CONTEXT:
+            raise ValueError(f"--context-lens holds {context}; allowed: {MIN_CONTEXT} or more")
     torch.set_num_threads(threads)
     rows = []
     matrix = list(cells(arms, batch_sizes, contexts))

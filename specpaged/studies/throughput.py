@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from statistics import quantiles
 
 from specpaged.environment import environment
@@ -38,7 +39,6 @@ ONLINE_COLUMNS = (
     Column("identical", "identical", ".1%"),
     Column("models", "models"),
 )
-BEST = Method.parse("truncate")
 
 
 def run(options: Options, progress: Callable[[str, int], Callable[[int], object]]) -> Result:
@@ -71,7 +71,7 @@ def run(options: Options, progress: Callable[[str, int], Callable[[int], object]
         rows,
         environment(options.threads),
         options.as_dict(),
-        "medians; ratios are taken within a round. truncate is: speed of continuous/truncate over the method's. "
+        "medians; ratios are taken within a round. truncate is: its speed under the same schedule over the method's. "
         "identical: outputs equal to plain's. paper: Vicuna on an A100, B = 4 (arXiv 2510.22876)",
         draw=lambda result, out: [plots.lines(result, out / "throughput.png", "median", "tokens/s")],
     )
@@ -120,14 +120,15 @@ def with_plain(methods: list[Method]) -> list[Method]:
 
 
 def ratios(runs: dict[Method, list[Run]], method: Method) -> Row:
-    """Speed over plain's, and continuous/truncate's over it: medians of the rounds' ratios."""
+    """Speed over plain's, and over it the speed of truncate under the same schedule: medians of the rounds' ratios."""
     speeds = {other: [of_round.tokens_per_second for of_round in of_method] for other, of_method in runs.items()}
     row: Row = {}
     plain = next((other for other in runs if other.plain), None)
     if plain is not None:
         row["over_plain"] = spread([a / b for a, b in zip(speeds[method], speeds[plain], strict=True)])["median"]
-    if BEST in runs:
-        over = spread([a / b for a, b in zip(speeds[BEST], speeds[method], strict=True)])
+    paged = replace(method, rollback="truncate")
+    if not method.plain and paged in runs:
+        over = spread([a / b for a, b in zip(speeds[paged], speeds[method], strict=True)])
         row |= {"truncate_over": over["median"], "truncate_min": over["min"], "truncate_max": over["max"]}
     return row
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from specpaged import kv_memory
 from specpaged.config import EMBEDDED_DRAFT, EMBEDDED_TARGET, check_choice
 from specpaged.llm import LLM
 from specpaged.metrics import EngineMetrics
@@ -71,7 +72,6 @@ class Workload:
     params: SamplingParams
     num_speculative_tokens: int
     window: int | None
-    sort_by_length: bool
     engine_arguments: dict[str, Any]
     max_model_len: int
 
@@ -85,7 +85,7 @@ class Workload:
             speculative_config=speculative,
             max_model_len=self.max_model_len,
             max_num_batched_tokens=max(MAX_NUM_BATCHED_TOKENS, batch_size),
-            **method.engine_arguments(batch_size, self.window, self.sort_by_length),
+            **method.engine_arguments(batch_size, self.window),
             **self.engine_arguments,
         )
         method.apply(llm)
@@ -141,7 +141,6 @@ class Options:
     max_tokens: int = 64
     num_speculative_tokens: int = 5
     window: int | None = None
-    sort_by_length: bool = False
     rounds: int = 3
     threads: int | None = 1
     device: str = "cpu"
@@ -160,7 +159,6 @@ class Options:
             "max_tokens": self.max_tokens,
             "num_speculative_tokens": self.num_speculative_tokens,
             "window": self.window,
-            "sort_by_length": self.sort_by_length,
             "rounds": self.rounds,
             "device": self.device,
             "dtype": self.dtype,
@@ -176,6 +174,7 @@ class Options:
         check_methods(self.methods, self.batch_sizes, self.window, self.device)
         check_choice("--numerics", self.numerics, ("exact", "fast"))
         check_out(self.out)
+        check_device(self.device)
         records = evenly_spread(load_prompts(self.prompts), self.num_prompts)
         if self.threads is not None:
             torch.set_num_threads(self.threads)
@@ -183,24 +182,43 @@ class Options:
 
     def _workload(self, pair: Pair, texts: Sequence[str]) -> Workload:
         engine_arguments = {"device": self.device, "dtype": self.dtype, "numerics": self.numerics}
-        llm = LLM(pair.target, max_num_seqs=1, **engine_arguments)  # tells how long a prompt may be
+        speculative = {"model": pair.draft, "num_speculative_tokens": self.num_speculative_tokens}
+        # Shows that both models can be loaded, and how long a prompt may be.
+        llm = LLM(pair.target, speculative_config=speculative, max_num_seqs=1, **engine_arguments)
         if llm.tokenizer is None:
             raise ValueError(f"--models: {pair.target!r} has no tokenizer; allowed: a checkpoint with one")
         room = llm.config.max_model_len - self.max_tokens
         if room < 1:
             raise ValueError(f"--max-tokens={self.max_tokens} must be below max_model_len={llm.config.max_model_len}")
         prompts, _ = clip([llm.tokenizer.encode(text) for text in texts], room)
-        longest = max(map(len, prompts))
+        max_model_len = max(max(map(len, prompts)) + self.max_tokens, self.num_speculative_tokens + 2)
+        models = [llm.engine.target.model, llm.engine.draft.model]
+        for method in self.methods:
+            for batch_size in self.batch_sizes:
+                arguments = method.engine_arguments(batch_size, self.window)
+                arguments["max_num_batched_tokens"] = max(MAX_NUM_BATCHED_TOKENS, batch_size)
+                kv_memory.check(replace(llm.config, max_model_len=max_model_len, **arguments), models)
         return Workload(
             pair,
             prompts,
             SamplingParams(temperature=0.0, max_tokens=self.max_tokens, detokenize=False),
             self.num_speculative_tokens,
             self.window,
-            self.sort_by_length,
             engine_arguments,
-            max(longest + self.max_tokens, self.num_speculative_tokens + 2),
+            max_model_len,
         )
+
+
+def check_device(device: str) -> None:
+    """Raises ValueError unless it is a CPU or a CUDA device that is there."""
+    try:
+        kind = torch.device(device).type
+    except RuntimeError:
+        kind = ""
+    if kind not in ("cpu", "cuda"):
+        raise ValueError(f"--device={device!r} is not known; allowed: 'cpu' or 'cuda[:index]'")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"--device={device!r} is not there: torch sees no CUDA device; allowed here: 'cpu'")
 
 
 def check_out(out: Path | None) -> None:

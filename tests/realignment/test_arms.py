@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from specpaged import SamplingParams
+from specpaged.metrics import EngineMetrics
 from specpaged.verification.base import VerifyOutput
 from tests.realignment.engines import (
     DENSE,
@@ -34,7 +35,7 @@ def test_outputs_are_those_of_plain_decoding(toy_pair, expected, schedule, rollb
     metrics = llm.metrics
     assert metrics.accepted_tokens > 0
     if rollback in ("repad", "gather", "compact", "batch_min"):
-        assert metrics.rollback_bytes > 0
+        assert (metrics.rollback_bytes > 0) == (rollback != "batch_min")
         assert metrics.gathered_bytes == 0  # the tensor that is realigned is the one that attention reads
     elif rollback == "group":
         assert metrics.rollback_bytes == 0
@@ -123,8 +124,51 @@ def test_batch_min_keeps_what_the_shortest_run_has():
     assert arm.limit(alone) == alone
 
 
-def test_without_drafts_nothing_moves_but_for_who_joins_or_leaves(toy_pair):
-    llm = make_llm(toy_pair, "eqspec", "repad", k=0, max_num_batched_tokens=256)
+def test_without_drafts_moves_are_of_those_who_join_alone(toy_pair):
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-    llm.generate(PROMPTS[:3], params, use_tqdm=False)
-    assert llm.metrics.rollback_bytes == 0
+    alone = make_llm(toy_pair, "eqspec", "repad", k=0, max_num_batched_tokens=256)
+    alone.generate(PROMPTS[:3], params, use_tqdm=False)
+    assert alone.metrics.rollback_bytes == alone.metrics.other_copied_bytes == 0
+    joined = make_llm(toy_pair, "continuous", "repad", k=0)
+    joined.generate(PROMPTS, params, use_tqdm=False)
+    assert joined.metrics.rollback_bytes == 0
+    assert joined.metrics.other_copied_bytes > 0
+
+
+@pytest.mark.parametrize(("schedule", "rollback"), PAIRS)
+def test_metrics_that_begin_anew_count_the_same_work_again(toy_pair, schedule, rollback):
+    params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+    llm = make_llm(toy_pair, schedule, rollback, attention_backend="torch")
+    counted = []
+    for _ in range(2):
+        llm.engine.metrics = EngineMetrics()
+        llm.generate(PROMPTS, params, use_tqdm=False)
+        counted.append({name: value for name, value in llm.metrics.as_dict().items() if "seconds" not in name})
+    assert counted[0] == counted[1]
+
+
+@pytest.mark.parametrize(("schedule", "rollback"), DENSE)
+def test_a_prompt_of_one_token_whose_drafts_spoil_it_is_run_again(toy_pair, schedule, rollback, monkeypatch):
+    """Nothing of it has KV then, and it has no row."""
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    prompts = [{"prompt_token_ids": [7]}, *PROMPTS[:2]]
+    plain = make_llm(toy_pair, "continuous", "truncate", k=0)
+    expected = [output.outputs[0].token_ids for output in plain.generate(prompts, params, use_tqdm=False)]
+    llm = make_llm(toy_pair, schedule, rollback, max_num_batched_tokens=256)
+    forward, spoiled = llm.engine.target.forward, []
+
+    def poisoned(batch):
+        logits = forward(batch)
+        for rows, context_len, length in zip(
+            logits.split(batch.num_logits), batch.context_lens_host, batch.query_lens, strict=True
+        ):
+            if context_len == 0 and length == len(rows) > 1:  # the one-token prompt and its drafts
+                rows.fill_(float("nan"))
+                spoiled.append(length)
+        return logits
+
+    monkeypatch.setattr(llm.engine.target, "forward", poisoned)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+    assert spoiled
+    llm.engine.check_integrity()

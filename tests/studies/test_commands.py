@@ -117,14 +117,14 @@ def test_overhead_accounts_for_all_of_the_time_and_the_bytes_of_a_round(tokenize
 
 
 def test_grouping_counts_rounds_of_random_and_of_equal_prompts(tokenizer_pair, prompts_file, tmp_path):
-    printed = run("grouping", tokenizer_pair, prompts_file, tmp_path, "--batch-sizes", "1,2,3")
-    assert [(row["prompts"], row["B"]) for row in printed["rows"]] == [
-        ("random", 2), ("random", 3), ("equal", 2), ("equal", 3),
-    ]  # fmt: skip
+    printed = run("grouping", tokenizer_pair, prompts_file, tmp_path, "--batch-sizes", "1,2")
+    assert [(row["method"], row["prompts"], row["B"]) for row in printed["rows"]] == [
+        ("exspec/truncate", "random", 2),
+        ("exspec/truncate", "equal", 2),
+        ("exspec/truncate/sorted", "random", 2),
+        ("exspec/truncate/sorted", "equal", 2),
+    ]
     assert all(row["grouped"] + row["fallback"] > 0 for row in printed["rows"])
-    result = bench("grouping", "--arms", "repad")
-    assert result.exit_code == 2
-    assert "has no method of schedule 'exspec'" in result.output
 
 
 def test_ablation_compares_methods_that_differ_in_one_thing(tokenizer_pair, prompts_file, tmp_path):
@@ -163,6 +163,11 @@ def test_rollback_needs_no_model(tmp_path, monkeypatch):
         (("throughput", "--batch-sizes", "4,zero"), "--batch-sizes='4,zero' holds 'zero'; allowed: positive numbers"),
         (("throughput", "--batch-sizes", ""), "--batch-sizes='' names none"),
         (("throughput", "--request-rates", "-1"), "--request-rates='-1' holds '-1'"),
+        (("grouping", "--batch-sizes", "1"), "--batch-sizes=[1] has none above 1"),
+        (("grouping", "--arms", "repad"), "has no method of schedule 'exspec'"),
+        (("rollback", "--context-lens", "7"), "--context-lens holds 7; allowed: 8 or more"),
+        (("rollback", "--device", "cuda"), "--device='cuda' is not there"),
+        (("overhead", "--device", "tpu"), "--device='tpu' is not known; allowed: 'cpu' or 'cuda[:index]'"),
         (("grouping", "--models", "one"), "--models='one' must be TARGET,DRAFT"),
         (("grouping", "--numerics", "exakt"), "--numerics='exakt' is not known; allowed: 'exact', 'fast'"),
         (("grouping", "--prompts", "BAD"), "line 2 is not JSON"),
