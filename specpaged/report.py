@@ -97,7 +97,8 @@ class StartupReport:
             kv = f"{cache.num_blocks} blocks of {cache.block_size} tokens"
             num_full_sequences = cache.num_blocks // -(-config.max_model_len // cache.block_size)
         else:
-            kv = f"rollback {config.rollback}: {cache.num_rows} rows of {cache.num_columns} tokens"
+            caches = f" and {cache.num_blocks} caches" if config.rollback == "group" else ""
+            kv = f"rollback {config.rollback}: {cache.num_rows} rows{caches} of {cache.num_columns} tokens"
             num_full_sequences = cache.num_blocks
         num_bytes = sum(model.kv_bytes_per_token for model in models) * (cache.num_bytes // cache.bytes_per_token)
         return cls(

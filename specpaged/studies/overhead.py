@@ -18,8 +18,10 @@ COLUMNS = (
     Column("verify", "verify %", ".1f"),
     Column("draft", "draft %", ".1f"),
     Column("realignment", "realign %", ".1f"),
+    Column("realignment_min", "min", ".1f"),
+    Column("realignment_max", "max", ".1f"),
     Column("rest", "rest %", ".1f"),
-    Column("paper", "paper, realign %"),
+    Column("paper", "paper"),
     Column("calls", "calls", "d"),
     Column("ms_per_verify", "ms/verify", ".2f"),
     Column("rollback_kib", "rollback", ".1f"),
@@ -37,7 +39,8 @@ def run(options: Options, progress: Callable[[str, int], Callable[[int], object]
     for workload in options.workloads():
         for batch_size in options.batch_sizes:
             advance = progress(f"B = {batch_size}", len(workload.prompts) * len(options.methods) * options.rounds)
-            for method, runs in play(workload, options.methods, batch_size, options.rounds, advance).items():
+            played = play(workload, options.methods, batch_size, options.rounds, advance, synchronized=True)
+            for method, runs in played.items():
                 rows.append(
                     {
                         "models": workload.pair.name,
@@ -45,7 +48,7 @@ def run(options: Options, progress: Callable[[str, int], Callable[[int], object]
                         "B": batch_size,
                         "tokens_per_second": spread([of_round.tokens_per_second for of_round in runs])["median"],
                         **shares(runs),
-                        "paper": paper.REALIGNMENT_SHARE.get(batch_size) if _is_eqspec(method) else None,
+                        "paper": published(method, batch_size),
                         **per_round(runs),
                     }
                 )
@@ -57,9 +60,10 @@ def run(options: Options, progress: Callable[[str, int], Callable[[int], object]
         rows,
         environment(options.threads),
         options.as_dict(),
-        "medians of the rounds' shares of wall time; realign: truncation or an arm's copies, both models'; rest: "
-        "scheduling, packing, acceptance, the client; KiB: written by copying because drafts were rejected, so that "
-        "attention could read it, and otherwise; paper: realignment in EQSPEC (arXiv 2510.22876)",
+        "medians of the rounds' shares of wall time, prefills included; realign: truncation or an arm's copies, both "
+        "models'; rest: scheduling, packing, acceptance, the client; KiB: written by copying because drafts were "
+        "rejected, so that attention could read it, and otherwise; paper: realignment in EQSPEC, at B = 4 verify / "
+        "draft / overhead, all of it with an uncached draft (arXiv 2510.22876)",
         draw=lambda result, out: [plots.shares(result, out / "overhead.png", SHARES)],
     )
 
@@ -77,7 +81,9 @@ def shares(runs: Sequence[Run]) -> Row:
         seconds["rest"] = of_round.seconds - sum(seconds.values())
         for name, value in seconds.items():
             by_stage[name].append(100 * value / of_round.seconds)
-    return {name: spread(values, 2)["median"] for name, values in by_stage.items()}
+    medians = {name: spread(values, 2)["median"] for name, values in by_stage.items()}
+    realignment = spread(by_stage["realignment"], 2)
+    return medians | {f"realignment_{end}": realignment[end] for end in ("min", "max")}
 
 
 def per_round(runs: Sequence[Run]) -> Row:
@@ -97,5 +103,10 @@ def per_round(runs: Sequence[Run]) -> Row:
     }
 
 
-def _is_eqspec(method: Method) -> bool:
-    return method.schedule == "eqspec" and method.rollback == "repad"
+def published(method: Method, batch_size: int) -> str | None:
+    """The paper's figure for its own two methods."""
+    if (method.schedule, method.rollback) not in (("eqspec", "repad"), ("exspec", "group")):
+        return None
+    if batch_size == 4:
+        return " / ".join(map(str, paper.SHARES[method.schedule]))
+    return paper.REALIGNMENT_SHARE.get(batch_size) if method.schedule == "eqspec" else None

@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Sequence
 
 from specpaged.studies.method import Method
+from specpaged.studies.synchronized import synchronize
 from specpaged.studies.workload import Run, Workload
 
 WARM_UP_PROMPTS = 2
@@ -18,9 +19,16 @@ def play(
     num_rounds: int,
     progress: Callable[[int], object],
     arrivals: Sequence[float] | None = None,
+    synchronized: bool = False,
 ) -> dict[Method, list[Run]]:
-    """The runs of each method, round by round. Each has an engine of its own, loaded and warmed up beforehand."""
+    """The runs of each method, round by round. Each has an engine of its own, loaded and warmed up beforehand.
+
+    `synchronized` engines wait for a GPU behind every stage: for shares of time, not for speed.
+    """
     llms = {method: workload.make_llm(method, batch_size) for method in methods}
+    if synchronized:
+        for llm in llms.values():
+            synchronize(llm)
     for llm in llms.values():
         workload.decode(llm, workload.prompts[: max(WARM_UP_PROMPTS, batch_size)])
     runs: dict[Method, list[Run]] = {method: [] for method in methods}
