@@ -45,46 +45,53 @@ def new_kv_caches(config: EngineConfig, models: Sequence[LoadedModel]) -> list[P
 
 def check(config: EngineConfig, models: Sequence[LoadedModel]) -> None:
     """Raises what `new_kv_caches` does, and allocates nothing."""
-    bytes_per_token = _bytes_per_token(models)
-    max_draft_tokens = _max_draft_tokens(config)
-    if config.rollback == "truncate":
-        num_blocks, memory = _num_blocks(config, models), config.kv_cache_memory_bytes
-        if num_blocks * config.block_size < max_draft_tokens + 2:
-            raise ValueError(
-                f"speculative_config['num_speculative_tokens']={max_draft_tokens} needs KV for {max_draft_tokens + 2} "
-                f"tokens of a sequence; kv_cache_memory_bytes={memory} holds {num_blocks * config.block_size} "
-                f"({bytes_per_token} bytes per token, block_size {config.block_size})"
-            )
-    if max_draft_tokens + 2 > config.max_model_len:
+    (_check_pages if config.rollback == "truncate" else _check_rows)(config, models)
+
+
+def _check_pages(config: EngineConfig, models: Sequence[LoadedModel]) -> None:
+    num_blocks, memory = _num_blocks(config, models), config.kv_cache_memory_bytes or _default_bytes(config)
+    bytes_per_token, max_draft_tokens = _bytes_per_token(models), _max_draft_tokens(config)
+    if num_blocks * config.block_size < max_draft_tokens + 2:
         raise ValueError(
-            f"speculative_config['num_speculative_tokens']={max_draft_tokens} must be at most "
-            f"max_model_len - 2 = {config.max_model_len - 2}"
+            f"speculative_config['num_speculative_tokens']={max_draft_tokens} needs KV for {max_draft_tokens + 2} "
+            f"tokens of a sequence; kv_cache_memory_bytes={memory} holds {num_blocks * config.block_size} "
+            f"({bytes_per_token} bytes per token, block_size {config.block_size})"
         )
-    if config.rollback == "truncate":
-        blocks_per_sequence = -(-config.max_model_len // config.block_size)
-        if num_blocks < blocks_per_sequence:
-            memory = _default_bytes(config) if memory is None else memory
-            raise ValueError(
-                f"kv_cache_memory_bytes={memory} holds {num_blocks} blocks = {num_blocks * config.block_size} tokens; "
-                f"allowed: at least one sequence of max_model_len={config.max_model_len}, that is "
-                f"{blocks_per_sequence * config.block_size * bytes_per_token} bytes, or a smaller max_model_len"
-            )
-        return
-    num_columns = _num_columns(config, models)
-    memory = config.kv_cache_memory_bytes or _default_bytes(config)
-    rows = f"{config.max_num_seqs} rows"
+    _check_drafts_fit(config)
+    blocks_per_sequence = -(-config.max_model_len // config.block_size)
+    if num_blocks < blocks_per_sequence:
+        raise ValueError(
+            f"kv_cache_memory_bytes={memory} holds {num_blocks} blocks = {num_blocks * config.block_size} tokens; "
+            f"allowed: at least one sequence of max_model_len={config.max_model_len}, that is "
+            f"{blocks_per_sequence * config.block_size * bytes_per_token} bytes, or a smaller max_model_len"
+        )
+
+
+def _check_rows(config: EngineConfig, models: Sequence[LoadedModel]) -> None:
+    _check_drafts_fit(config)
+    num_rows, num_columns = config.max_num_seqs, _num_columns(config, models)
+    rows = f"{num_rows} rows"
     smaller = f"max_model_len={config.max_model_len} or max_num_seqs={config.max_num_seqs}"
-    num_rows = config.max_num_seqs
     if config.rollback == "group":
         num_rows += config.num_residents
         rows += f" and {config.num_residents} caches"
         if config.schedule == "exspec":
             smaller += f" or window={config.num_residents}"
-    wanted = num_rows * num_columns * bytes_per_token
+    wanted = num_rows * num_columns * _bytes_per_token(models)
+    memory = config.kv_cache_memory_bytes or _default_bytes(config)
     if wanted > memory:
         raise ValueError(
             f"rollback={config.rollback!r} keeps {rows} of {num_columns} tokens, which take {wanted} bytes of "
             f"kv_cache_memory_bytes={memory}; allowed: as much memory, or a smaller {smaller}"
+        )
+
+
+def _check_drafts_fit(config: EngineConfig) -> None:
+    max_draft_tokens = _max_draft_tokens(config)
+    if max_draft_tokens + 2 > config.max_model_len:
+        raise ValueError(
+            f"speculative_config['num_speculative_tokens']={max_draft_tokens} must be at most "
+            f"max_model_len - 2 = {config.max_model_len - 2}"
         )
 
 

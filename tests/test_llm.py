@@ -59,3 +59,11 @@ def test_without_a_length_or_a_memory_a_sequence_is_as_long_as_the_default_memor
     assert len(output.prompt_token_ids) + len(output.outputs[0].token_ids) == 96
     with pytest.raises(ValueError, match="allowed: at least one sequence of max_model_len=512"):
         LLM(toy_pair.target, max_model_len=512)
+
+
+@pytest.mark.parametrize("length", [2, 3, 5, 7, 8])
+@pytest.mark.parametrize("backend", ["cpp", "torch"])
+def test_a_sequence_may_be_very_short(toy_pair, length, backend):
+    short = LLM(toy_pair.target, max_model_len=length, attention_backend=backend)
+    (output,) = short.generate({"prompt_token_ids": [5]}, SamplingParams(max_tokens=None, **GREEDY), use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == length - 1

@@ -100,7 +100,8 @@ def check_rows(model: LoadedModel, block_size: int) -> None:
         _run(runner, RaggedRow(tokens[:prompt], 0, blocks, 0))
         decoded = [_run(runner, RaggedRow(tokens[i : i + 1], i, blocks, 1)) for i in range(prompt, len(tokens))]
         # The mate is the same sequence one token further behind, in other blocks.
-        _run(runner, RaggedRow(tokens[: prompt - 1], 0, shuffled, 0))
+        if prompt > 1:
+            _run(runner, RaggedRow(tokens[: prompt - 1], 0, shuffled, 0))
         verified = _run(
             runner,
             RaggedRow(tokens[prompt - 1 : prompt], prompt - 1, shuffled, 1),

@@ -19,10 +19,11 @@ def played(arm, pattern, batch_size=B):
     return a_round, copied
 
 
+@pytest.mark.parametrize("batch_size", [1, B])
 @pytest.mark.parametrize("pattern", rollback.PATTERNS)
 @pytest.mark.parametrize("arm", ROLLBACKS)
-def test_a_round_copies_what_its_arm_says_and_can_be_repeated(arm, pattern):
-    a_round, copied = played(arm, pattern)
+def test_a_round_copies_what_its_arm_says_and_can_be_repeated(arm, pattern, batch_size):
+    a_round, copied = played(arm, pattern, batch_size)
     gained = a_round.cell.num_gained
     before = CONTEXT - rollback.EQUAL
     assert [line.page_table.context_lens for line in a_round.lines] == [[before + n] for n in gained]
