@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # torch takes seconds to import: --help does without
     from specpaged.studies.workload import Options
 
 app = typer.Typer(no_args_is_help=True, help="Studies of realignment: arms side by side under one engine.")
-console = Console(width=None if sys.stdout.isatty() else 150)
+console = Console(width=None if sys.stdout.isatty() else 160)
 errors = Console(stderr=True)
 
 Progress = Callable[[str, int], Callable[[int], object]]

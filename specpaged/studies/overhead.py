@@ -14,20 +14,19 @@ from specpaged.studies.workload import Options, Run
 COLUMNS = (
     Column("method", "method"),
     Column("B", "B", "d"),
-    Column("tokens_per_second", "tokens/s", ".0f"),
+    Column("tokens_per_second", "tok/s", ".0f"),
     Column("verify", "verify %", ".1f"),
     Column("draft", "draft %", ".1f"),
     Column("realignment", "realign %", ".1f"),
-    Column("realignment_min", "min", ".1f"),
-    Column("realignment_max", "max", ".1f"),
+    Column("realignment_range", "min-max"),
     Column("rest", "rest %", ".1f"),
     Column("paper", "paper"),
     Column("calls", "calls", "d"),
-    Column("ms_per_verify", "ms/verify", ".2f"),
-    Column("rollback_kib", "rollback", ".1f"),
-    Column("gather_kib", "gather", ".1f"),
-    Column("other_kib", "other", ".1f"),
-    Column("total_kib", "KiB/round", ".1f"),
+    Column("ms_per_verify", "ms/call", ".2f"),
+    Column("rollback_mib", "rollback", ".2f"),
+    Column("gather_mib", "gather", ".2f"),
+    Column("other_mib", "other", ".2f"),
+    Column("total_mib", "MiB", ".2f"),
     Column("models", "models"),
 )
 SHARES = ("verify", "draft", "realignment", "rest")
@@ -54,14 +53,14 @@ def run(options: Options, progress: Callable[[str, int], Callable[[int], object]
                 )
     return Result(
         "overhead",
-        f"where time goes, and KV copied in a round; {options.max_tokens} tokens at most, "
+        f"where time goes, and MiB of KV copied in a round; {options.max_tokens} tokens at most, "
         f"K = {options.num_speculative_tokens}",
         COLUMNS,
         rows,
         environment(options.threads),
         options.as_dict(),
         "medians of the rounds' shares of wall time, prefills included; realign: truncation or an arm's copies, both "
-        "models'; rest: scheduling, packing, acceptance, the client; KiB: written by copying because drafts were "
+        "models'; rest: scheduling, packing, acceptance, the client; MiB: written by copying because drafts were "
         "rejected, so that attention could read it, and otherwise; paper: realignment in EQSPEC, at B = 4 verify / "
         "draft / overhead, all of it with an uncached draft (arXiv 2510.22876)",
         draw=lambda result, out: [plots.shares(result, out / "overhead.png", SHARES)],
@@ -83,7 +82,7 @@ def shares(runs: Sequence[Run]) -> Row:
             by_stage[name].append(100 * value / of_round.seconds)
     medians = {name: spread(values, 2)["median"] for name, values in by_stage.items()}
     realignment = spread(by_stage["realignment"], 2)
-    return medians | {f"realignment_{end}": realignment[end] for end in ("min", "max")}
+    return medians | {"realignment_range": f"{realignment['min']:.1f}-{realignment['max']:.1f}"}
 
 
 def per_round(runs: Sequence[Run]) -> Row:
@@ -91,15 +90,15 @@ def per_round(runs: Sequence[Run]) -> Row:
     metrics = runs[0].metrics  # the same in every round, but for the time
     ms = spread([1e3 * of_round.metrics.seconds["score"] / of_round.metrics.steps for of_round in runs])["median"]
     columns = {
-        "rollback_kib": metrics.rollback_bytes,
-        "gather_kib": metrics.gathered_bytes,
-        "other_kib": metrics.other_copied_bytes + metrics.fork_copied_bytes,
+        "rollback_mib": metrics.rollback_bytes,
+        "gather_mib": metrics.gathered_bytes,
+        "other_mib": metrics.other_copied_bytes + metrics.fork_copied_bytes,
     }
-    columns["total_kib"] = sum(columns.values())
+    columns["total_mib"] = sum(columns.values())
     return {
         "calls": metrics.steps,
         "ms_per_verify": ms,
-        **{name: round(num_bytes / metrics.rounds / 1024, 2) for name, num_bytes in columns.items()},
+        **{name: round(num_bytes / metrics.rounds / 2**20, 4) for name, num_bytes in columns.items()},
     }
 
 
@@ -108,5 +107,5 @@ def published(method: Method, batch_size: int) -> str | None:
     if (method.schedule, method.rollback) not in (("eqspec", "repad"), ("exspec", "group")):
         return None
     if batch_size == 4:
-        return " / ".join(map(str, paper.SHARES[method.schedule]))
+        return "/".join(map(str, paper.SHARES[method.schedule]))
     return paper.REALIGNMENT_SHARE.get(batch_size) if method.schedule == "eqspec" else None

@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -46,11 +47,14 @@ class Result:
 
     def print(self, console: Console) -> None:
         """The table."""
-        table = Table(title=self.title, caption=self.caption or None)
-        for i, column in enumerate(self.columns):
+        table = Table(title=self.title, caption=self.caption or None, box=box.SIMPLE_HEAD, pad_edge=False)
+        # One pair of models needs no column.
+        several = len({row.get("models") for row in self.rows}) > 1
+        columns = [column for column in self.columns if several or column.key != "models"]
+        for i, column in enumerate(columns):
             table.add_column(column.heading, justify="left" if i == 0 else "right", no_wrap=i == 0)
         for row in self.rows:
-            table.add_row(*(column.cell(row) for column in self.columns))
+            table.add_row(*(column.cell(row) for column in columns))
         console.print(table)
 
     def as_dict(self) -> dict[str, Any]:
