@@ -40,6 +40,11 @@ class DenseKVCache:
         self.layers = [layers[i] for i in range(len(kv_spec.layers))]  # each [R * C, 2, Hkv, D]
 
     @property
+    def tensors(self) -> list[Tensor]:
+        """All that hold KV, each once."""
+        return list(self.stacks)
+
+    @property
     def num_slots(self) -> int:
         """Tokens that there is room for."""
         return self.num_rows * self.num_columns
@@ -52,7 +57,7 @@ class DenseKVCache:
     @property
     def num_bytes(self) -> int:
         """Of the tensors."""
-        return self.num_slots * self.bytes_per_token
+        return sum(tensor.nbytes for tensor in self.tensors)
 
     def check_integrity(self) -> None:
         """No layer has been replaced by one of another shape."""

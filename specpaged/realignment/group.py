@@ -39,9 +39,9 @@ class GroupKVCache(DenseKVCache):
         ]
 
     @property
-    def num_bytes(self) -> int:
-        """Of the tensors."""
-        return super().num_bytes + self.num_blocks * self.num_columns * self.bytes_per_token
+    def tensors(self) -> list[Tensor]:
+        """See DenseKVCache."""
+        return [*self.stacks, *(own for of_sequence in self.caches for own in of_sequence)]
 
 
 class GroupTable(DenseTable):

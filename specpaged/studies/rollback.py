@@ -15,7 +15,7 @@ from specpaged.paging.block_allocator import BlockAllocator
 from specpaged.paging.kv_cache import KVSpec
 from specpaged.paging.page_table import TARGET, PageTable
 from specpaged.realignment import dense_arm
-from specpaged.realignment.base import CopiedBytes
+from specpaged.realignment.base import Arm, CopiedBytes
 from specpaged.realignment.dense_kv_cache import DenseKVCache
 from specpaged.realignment.group import GroupKVCache
 from specpaged.scheduling.base import ScheduledSequence
@@ -137,21 +137,20 @@ class Round:
         spec = KVSpec(((shape.num_kv_heads, shape.head_dim),) * self.num_layers)
         size, dtype = cell.batch_size, shape.torch_dtype
         if cell.arm == "truncate":
-            self.arm = None
+            self.arm = Arm(BLOCK_SIZE)
             self.allocator = BlockAllocator(size * -(-columns // BLOCK_SIZE))
-            tables = [PageTable(self.allocator, BLOCK_SIZE) for _ in range(size)]
         else:
             if cell.arm == "group":
                 cache: DenseKVCache = GroupKVCache(spec, size, columns, dtype, device, size)
             else:
                 cache = DenseKVCache(spec, size, columns, dtype, device)
-            for tensor in [*cache.stacks, *(own for of_sequence in caches_of(cache) for own in of_sequence)]:
+            for tensor in cache.tensors:
                 tensor.zero_()  # so that the memory is there
             self.arm = dense_arm(cell.arm, [cache], columns, size)
             self.allocator = BlockAllocator(size)
-            tables = [self.arm.new_table(self.allocator, 1) for _ in range(size)]
-        self.lines = [_Line(0, table) for table in tables]
         self.kept = [cell.context_before + gained for gained in cell.num_gained]
+        # What they know behind the round: the last token has no KV.
+        self.lines = [_Line(kept + 1, self.arm.new_table(self.allocator, 1)) for kept in self.kept]
 
     def prepare(self) -> None:
         """Behind the target's pass of the round: nothing of this is timed."""
@@ -162,12 +161,9 @@ class Round:
             table.truncate(TARGET, min(context, table.context_lens[TARGET]))
             table.reserve(written)
             table.advance(TARGET, context - table.context_lens[TARGET])
-            line.num_tokens = context + 1
-        if self.arm is None:
-            pass
-        elif self.cell.arm == "group":
+        if self.cell.arm == "group":
             self._prepare_group()
-        else:
+        elif self.cell.arm != "truncate":
             for row, line in enumerate(self.lines):
                 line.page_table.row, line.page_table.start = row, 0
                 line.page_table.known_end = context + 1
@@ -194,10 +190,6 @@ class Round:
         """
         for line, kept in zip(self.lines, self.kept, strict=True):
             line.page_table.truncate(TARGET, kept)
-        if self.arm is None:
-            return CopiedBytes()
-        for line, kept in zip(self.lines, self.kept, strict=True):
-            line.num_tokens = kept + 1
         self.arm.copied.rollback = self.arm.copied.gather = self.arm.copied.other = 0
         self.arm.realign(self.lines)
         if self.cell.arm == "group":
@@ -227,11 +219,6 @@ class Round:
     def _wait(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-
-
-def caches_of(cache: DenseKVCache) -> list[list[torch.Tensor]]:
-    """The sequences' own caches, if they have any."""
-    return getattr(cache, "caches", [])
 
 
 def num_rounds(seconds: float) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from specpaged import kv_memory
-from specpaged.config import EMBEDDED_DRAFT, EMBEDDED_TARGET, check_choice
+from specpaged.config import EMBEDDED_DRAFT, EMBEDDED_TARGET, NUMERICS, check_choice
 from specpaged.llm import LLM
 from specpaged.metrics import EngineMetrics
 from specpaged.prompts import clip, evenly_spread, load_prompts
@@ -172,7 +172,7 @@ class Options:
             ValueError: naming the option, its value and what is allowed, before any model runs.
         """
         check_methods(self.methods, self.batch_sizes, self.window, self.device)
-        check_choice("--numerics", self.numerics, ("exact", "fast"))
+        check_choice("--numerics", self.numerics, NUMERICS)
         check_out(self.out)
         check_device(self.device)
         records = evenly_spread(load_prompts(self.prompts), self.num_prompts)

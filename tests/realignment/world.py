@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -27,7 +27,6 @@ class Line:
     name: int
     num_tokens: int
     page_table: DenseTable
-    num_verified: list[int] = field(default_factory=list)  # a_i of each round: accepted drafts and the bonus
 
 
 class World:
@@ -78,7 +77,6 @@ class World:
             table.truncate(TARGET, line.num_tokens + num_accepted)
             table.truncate(DRAFT, line.num_tokens + min(num_accepted, K - 1))
             line.num_tokens += num_accepted + 1
-            line.num_verified.append(num_accepted + 1)
 
     def realign(self) -> None:
         """Behind a round."""
