@@ -114,6 +114,16 @@ def test_nothing_moves_where_all_gain_the_same_and_alone_nobody_moves():
         assert world.arm.copied.rollback == 0
 
 
+def test_a_row_that_joins_in_the_middle_is_placed_where_it_need_not_move():
+    world = World("repad", 3)
+    world.play({world.add(9): 0, world.add(4): 0})
+    world.realign()
+    world.add(6)
+    world.play(dict.fromkeys(world.lines, 2))
+    world.realign()
+    assert world.arm.copied.total == 0
+
+
 def test_the_others_stay_where_they_are_when_the_longest_row_leaves():
     world = World("repad", 3)
     longest, *others = [world.add(length) for length in (20, 6, 5)]
