@@ -7,6 +7,7 @@ import random
 import pytest
 
 from specpaged.paging.block_allocator import IntegrityError
+from specpaged.paging.page_table import DRAFT
 from tests.realignment.world import MAX_MODEL_LEN, K, World
 
 
@@ -45,6 +46,20 @@ def test_sequences_of_one_length_begin_in_column_0_and_those_that_stay_are_not_c
     world.realign()
     assert world.arm.copied.gather == held
     assert world.arm.copied.other == sum(map(world.kept_bytes, world.lines))
+
+
+def test_kv_that_was_cut_off_is_copied_to_its_cache_again():
+    """As an uncached draft's is after every round. World.play looks at every token of a row before it writes."""
+    world = World("group", num_rows=1, num_sequences=2)
+    first, second = world.add(6), world.add(4)
+    world.play({first: 1})
+    world.realign()
+    first.page_table.truncate(DRAFT, 0)
+    for own in world.caches[DRAFT].caches[first.page_table.blocks[0] - 1]:
+        own.fill_(float("nan"))
+    for line in (first, second, first):
+        world.play({line: 0})
+        world.realign()
 
 
 def test_what_is_not_in_a_sequences_own_cache_is_found():
