@@ -57,6 +57,24 @@ def test_without_grouping_every_round_falls_back():
     assert (scheduler.num_grouped_rounds, scheduler.num_fallback_rounds) == (0, 1)
 
 
+def test_of_many_sequences_of_one_length_the_oldest_run():
+    scheduler = make_exspec(num_blocks=100, budget=200)
+    for name in "ABC":
+        make_sequence(scheduler, name, 7)
+    settle(scheduler)
+    assert accept(scheduler, A=0, B=0) == "AB"
+
+
+def test_rounds_of_all_that_are_left_count_neither_as_grouped_nor_as_fallback():
+    scheduler = make_exspec(3, num_blocks=100, budget=200)
+    make_sequence(scheduler, "A", 7)
+    make_sequence(scheduler, "B", 7)
+    settle(scheduler)
+    assert accept(scheduler, A=1, B=0) == "AB"
+    assert accept(scheduler, A=0, B=0) == "AB"
+    assert (scheduler.num_grouped_rounds, scheduler.num_fallback_rounds) == (0, 0)
+
+
 def test_a_sequence_that_has_ended_is_replaced_before_the_next_round():
     scheduler = make_exspec(window=2, num_blocks=100, budget=200)
     make_sequence(scheduler, "A", 7, max_tokens=2)
