@@ -1,0 +1,37 @@
+"""What an ablation takes away is away."""
+
+from specpaged import SamplingParams
+from specpaged.paging.page_table import DRAFT
+from specpaged.studies.method import Method
+from tests.realignment.engines import make_llm
+
+PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+def running(pair, name, prompts):
+    """An engine of the method, with the prompts in it."""
+    method = Method.parse(name)
+    llm = make_llm(pair, method.schedule, method.rollback, max_num_seqs=2)
+    method.apply(llm)
+    for i, prompt in enumerate(prompts):
+        llm.engine.add_request(str(i), prompt, PARAMS)
+    return llm.engine
+
+
+def test_an_uncached_draft_keeps_no_kv_from_round_to_round(toy_pair):
+    for name, forgets in (("eqspec/repad/uncached", True), ("eqspec/repad", False)):
+        engine = running(toy_pair, name, [[1, 2, 3], [4, 5, 6, 7]])
+        engine.step()
+        held = [sequence.page_table.context_lens[DRAFT] for sequence in engine.scheduler.running]
+        assert len(held) == 2
+        assert all(context_len == 0 for context_len in held) == forgets
+
+
+def test_an_ungrouped_window_falls_back_in_every_round(toy_pair):
+    prompts = [[i + 1] * 5 for i in range(5)]
+    for name, groups in (("exspec/group/ungrouped", False), ("exspec/group", True)):
+        engine = running(toy_pair, name, prompts)
+        while engine.has_unfinished_requests:
+            engine.step()
+        assert (engine.metrics.grouped_rounds > 0) == groups
+        assert engine.metrics.fallback_rounds > 0
