@@ -8,10 +8,12 @@ from typer.testing import CliRunner
 
 import specpaged.llm
 from specpaged.cli import app
+from specpaged.metrics import EngineMetrics
 from specpaged.studies import ablation, throughput
 from specpaged.studies.equivalence import compare
 from specpaged.studies.grouping import of_one_length
-from specpaged.studies.workload import Pair
+from specpaged.studies.method import Method
+from specpaged.studies.workload import Pair, Run
 
 METHODS = "eqspec/repad,exspec/group,exspec/group/ungrouped,truncate/uncached,batch_min,truncate"
 
@@ -87,6 +89,17 @@ def test_throughput_takes_ratios_to_plain_and_to_truncate(tokenizer_pair, prompt
     assert of["continuous/truncate"]["truncate_over"] == 1
     assert {row["identical"] for row in printed["rows"]} == {1.0}
     assert all(0 < row["min"] <= row["median"] <= row["max"] for row in printed["rows"])
+
+
+def test_ratios_are_taken_within_a_round_and_say_how_much_faster_truncate_is():
+    def runs(*speeds):
+        return [Run([[7]], 1 / speed, EngineMetrics()) for speed in speeds]
+
+    plain, repad, paged = (Method.parse(name) for name in ("plain", "repad", "eqspec/truncate"))
+    of_methods = {plain: runs(10, 20, 30), repad: runs(20, 20, 90), paged: runs(40, 30, 90)}
+    expected = {"over_plain": 2, "truncate_over": 1.5, "truncate_min": 1, "truncate_max": 2}
+    assert throughput.ratios(of_methods, repad) == pytest.approx(expected)
+    assert throughput.ratios(of_methods, plain) == {"over_plain": 1}
 
 
 def test_requests_that_arrive_over_time_have_latencies(tokenizer_pair, prompts_file, tmp_path):
