@@ -14,14 +14,9 @@ from specpaged.config import EMBEDDED_DRAFT, EMBEDDED_TARGET, EngineConfig, Spec
 from specpaged.drafting.draft_model import DraftModelDrafter
 from specpaged.engine import Engine, Vocabulary
 from specpaged.metrics import RequestMetrics
-from specpaged.modeling.cuda_graphs import CudaGraphs
-from specpaged.modeling.loading import LoadedModel, load_model, load_tokenizer
-from specpaged.modeling.model_runner import ModelRunner
+from specpaged.modeling.pair import ModelPair
 from specpaged.outputs import RequestOutput
-from specpaged.paging.kv_cache import PagedKVCache
-from specpaged.paging.page_table import DRAFT, TARGET
 from specpaged.realignment import dense_arm
-from specpaged.realignment.dense_kv_cache import DenseKVCache
 from specpaged.report import StartupReport
 from specpaged.sampling_params import SamplingParams
 
@@ -53,88 +48,28 @@ class LLM:
         **engine_arguments: Any,
     ):
         config = _engine_config(model, speculative_config, engine_arguments)
-        speculative = config.speculative_config
-        target = load_model(
-            config.model,
-            dtype=config.dtype,
-            device=config.device,
-            trust_remote_code=config.trust_remote_code,
-            max_model_len=config.max_model_len,
-            numerics=config.numerics,
-            attention_backend=config.attention_backend,
-            model_impl=config.model_impl,
-            block_size=config.block_size,
-        )
-        self.tokenizer = load_tokenizer(config.model, config.trust_remote_code)
-        vocab_size = target.vocab_size
-        if self.tokenizer is not None:  # whose ids may have gaps; an embedding may be padded beyond them
-            vocab_size = min(vocab_size, 1 + max(self.tokenizer.get_vocab().values()))
-        draft = None
-        if speculative is not None and speculative.max_draft_tokens > 0:
-            draft = self._load_draft(config, target, vocab_size)
-        models = [m for m in (target, draft) if m is not None]
-        config = replace(config, max_model_len=kv_memory.max_model_len(config, models))
-        caches = kv_memory.new_kv_caches(config, models)
-
-        def runner(loaded: LoadedModel, cache: PagedKVCache | DenseKVCache) -> ModelRunner:
-            graphs = None
-            if CudaGraphs.why_not(loaded, config.enforce_eager) is None:
-                graphs = CudaGraphs(loaded, cache, config.max_model_len)
-            return ModelRunner(loaded, cache, graphs)
-
-        target_runner = runner(target, caches[TARGET])
-        draft_runner = drafter = None
+        pair = ModelPair.load(config)
+        config = replace(config, max_model_len=kv_memory.max_model_len(config, pair.models))
+        caches = kv_memory.new_kv_caches(config, pair.models)
+        target, *drafts = pair.runners(caches, config.max_model_len, config.enforce_eager)
+        draft = drafts[0] if drafts else None
+        drafter = arm = None
         if draft is not None:
-            draft_runner = runner(draft, caches[DRAFT])
             drafter = DraftModelDrafter(
-                draft_runner,
-                vocab_size,
+                draft,
+                pair.vocab_size,
                 config.max_num_batched_tokens,
-                with_probs=speculative.verification == "rejection",
+                with_probs=config.speculative_config.verification == "rejection",
             )
-        # An id that no row of logits has can end nothing, and must not be ruled out by min_tokens.
-        eos_token_ids = tuple(token_id for token_id in target.eos_token_ids if 0 <= token_id < vocab_size)
-        vocabulary = Vocabulary(vocab_size, eos_token_ids, self.tokenizer)
-        self.config = config
-        arm = None
         if config.rollback != "truncate":
             arm = dense_arm(config.rollback, caches, config.max_model_len, config.max_num_seqs)
-        self.engine = Engine(config, vocabulary, target_runner, draft_runner, drafter, arm)
-        self.report = StartupReport.of(config, target_runner, draft_runner)
+        self.config = config
+        self.tokenizer = pair.tokenizer
+        vocabulary = Vocabulary(pair.vocab_size, pair.eos_token_ids, pair.tokenizer)
+        self.engine = Engine(config, vocabulary, target, draft, drafter, arm)
+        self.report = StartupReport.of(config, target, draft)
         logger.info("%s", self.report)
         self._num_requests = 0
-
-    def _load_draft(self, config: EngineConfig, target: LoadedModel, vocab_size: int) -> LoadedModel:
-        speculative = config.speculative_config
-        draft = load_model(
-            speculative.model,
-            dtype=str(target.dtype).removeprefix("torch."),
-            device=config.device,
-            trust_remote_code=config.trust_remote_code,
-            max_model_len=target.max_model_len,
-            numerics=speculative.numerics,
-            attention_backend=config.attention_backend,
-            model_impl=config.model_impl,
-            block_size=config.block_size,
-        )
-        draft_tokenizer = load_tokenizer(speculative.model, config.trust_remote_code)
-        if self.tokenizer is not None and draft_tokenizer is not None:
-            same = self.tokenizer.get_vocab() == draft_tokenizer.get_vocab()
-            sizes = f"{len(draft_tokenizer)} and {len(self.tokenizer)} tokens"
-        else:
-            same = draft.vocab_size == target.vocab_size
-            sizes = f"{draft.vocab_size} and {target.vocab_size} embedding rows"
-        if not same:
-            raise ValueError(
-                f"speculative_config['model']={speculative.model!r} has another vocabulary than "
-                f"model={config.model!r} ({sizes}); allowed: a draft with the target's own tokenizer"
-            )
-        if draft.vocab_size < vocab_size:
-            raise ValueError(
-                f"speculative_config['model']={speculative.model!r} has {draft.vocab_size} embedding rows for the "
-                f"target's {vocab_size} tokens; allowed: as many or more"
-            )
-        return draft
 
     def generate(
         self,

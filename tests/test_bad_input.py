@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import specpaged.llm
+import specpaged.kv_memory
+import specpaged.modeling.pair
 from specpaged import LLM, EngineConfig, SamplingParams, SpeculativeConfig
 from specpaged.engine import Engine
 from tests import toys
@@ -259,7 +260,7 @@ def no_models(monkeypatch):
     def load_model(*_args, **_kwargs):
         raise AssertionError("a checkpoint is opened before the arguments are checked")
 
-    monkeypatch.setattr(specpaged.llm, "load_model", load_model)
+    monkeypatch.setattr(specpaged.modeling.pair, "load_model", load_model)
 
 
 TABLE = "speculative_config['num_speculative_tokens_per_batch_size']"
@@ -389,7 +390,7 @@ BYTES_PER_TOKEN = 1024  # of both toy models: 2 layers, 2 heads of 16, keys and 
 def test_a_pool_that_cannot_hold_one_sequence_is_refused_before_it_is_made(
     toy_pair, monkeypatch, k, kv_tokens, message
 ):
-    monkeypatch.setattr(specpaged.llm, "PagedKVCache", None)
+    monkeypatch.setattr(specpaged.kv_memory, "PagedKVCache", None)
     with pytest.raises(ValueError) as refused:
         make_llm(toy_pair, {"num_speculative_tokens": k}, kv_cache_memory_bytes=max(1, kv_tokens * BYTES_PER_TOKEN))
     assert message in str(refused.value)

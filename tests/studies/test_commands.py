@@ -6,7 +6,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-import specpaged.llm
+import specpaged.modeling.pair
 from specpaged.cli import app
 from specpaged.metrics import EngineMetrics
 from specpaged.studies import ablation, throughput
@@ -191,7 +191,7 @@ def test_a_users_mistake_ends_in_one_sentence_before_anything_runs(arguments, me
     def no_model(*_, **__):
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr(specpaged.llm, "load_model", no_model)
+    monkeypatch.setattr(specpaged.modeling.pair, "load_model", no_model)
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"turns": ["a"]}\n{"turns": \n')

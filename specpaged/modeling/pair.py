@@ -1,0 +1,109 @@
+"""A target and its draft, loaded for one configuration, and made to run on their KV caches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from specpaged.config import EngineConfig
+from specpaged.modeling.cuda_graphs import CudaGraphs
+from specpaged.modeling.loaded_model import LoadedModel
+from specpaged.modeling.loading import load_model, load_tokenizer
+from specpaged.modeling.model_runner import ModelRunner
+from specpaged.paging.kv_cache import PagedKVCache
+from specpaged.realignment.dense_kv_cache import DenseKVCache
+
+
+@dataclass(frozen=True)
+class ModelPair:
+    """The models of an engine, draft or not, and the tokens that they have in common."""
+
+    target: LoadedModel
+    draft: LoadedModel | None
+    tokenizer: PreTrainedTokenizerBase | None
+    vocab_size: int  # token ids that may be sampled: 0 .. vocab_size - 1
+
+    @classmethod
+    def load(cls, config: EngineConfig) -> ModelPair:
+        """The models that a configuration names; the draft's only if there is a batch size that drafts with one.
+
+        Raises:
+            ValueError: for a checkpoint that cannot be loaded or served, or a pair whose vocabularies differ.
+        """
+        target = load_model(
+            config.model,
+            dtype=config.dtype,
+            device=config.device,
+            trust_remote_code=config.trust_remote_code,
+            max_model_len=config.max_model_len,
+            numerics=config.numerics,
+            attention_backend=config.attention_backend,
+            model_impl=config.model_impl,
+            block_size=config.block_size,
+        )
+        tokenizer = load_tokenizer(config.model, config.trust_remote_code)
+        vocab_size = target.vocab_size
+        if tokenizer is not None:  # whose ids may have gaps; an embedding may be padded beyond them
+            vocab_size = min(vocab_size, 1 + max(tokenizer.get_vocab().values()))
+        draft = None
+        if config.speculative_config is not None and config.speculative_config.max_draft_tokens > 0:
+            draft = _load_draft(config, target, tokenizer, vocab_size)
+        return cls(target, draft, tokenizer, vocab_size)
+
+    @property
+    def models(self) -> list[LoadedModel]:
+        """By pool: the target, then the draft if there is one."""
+        return [self.target] if self.draft is None else [self.target, self.draft]
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """An id that no row of logits has can end nothing, and must not be ruled out by min_tokens."""
+        return tuple(token_id for token_id in self.target.eos_token_ids if 0 <= token_id < self.vocab_size)
+
+    def runners(
+        self, kv_caches: list[PagedKVCache | DenseKVCache], max_model_len: int, enforce_eager: bool
+    ) -> list[ModelRunner]:
+        """By pool. Passes are captured as CUDA graphs where that can be and is not forbidden."""
+        runners = []
+        for model, cache in zip(self.models, kv_caches, strict=True):
+            graphs = None
+            if CudaGraphs.why_not(model, enforce_eager) is None:
+                graphs = CudaGraphs(model, cache, max_model_len)
+            runners.append(ModelRunner(model, cache, graphs))
+        return runners
+
+
+def _load_draft(
+    config: EngineConfig, target: LoadedModel, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int
+) -> LoadedModel:
+    speculative = config.speculative_config
+    draft = load_model(
+        speculative.model,
+        dtype=str(target.dtype).removeprefix("torch."),
+        device=config.device,
+        trust_remote_code=config.trust_remote_code,
+        max_model_len=target.max_model_len,
+        numerics=speculative.numerics,
+        attention_backend=config.attention_backend,
+        model_impl=config.model_impl,
+        block_size=config.block_size,
+    )
+    draft_tokenizer = load_tokenizer(speculative.model, config.trust_remote_code)
+    if tokenizer is not None and draft_tokenizer is not None:
+        same = tokenizer.get_vocab() == draft_tokenizer.get_vocab()
+        sizes = f"{len(draft_tokenizer)} and {len(tokenizer)} tokens"
+    else:
+        same = draft.vocab_size == target.vocab_size
+        sizes = f"{draft.vocab_size} and {target.vocab_size} embedding rows"
+    if not same:
+        raise ValueError(
+            f"speculative_config['model']={speculative.model!r} has another vocabulary than "
+            f"model={config.model!r} ({sizes}); allowed: a draft with the target's own tokenizer"
+        )
+    if draft.vocab_size < vocab_size:
+        raise ValueError(
+            f"speculative_config['model']={speculative.model!r} has {draft.vocab_size} embedding rows for the "
+            f"target's {vocab_size} tokens; allowed: as many or more"
+        )
+    return draft
