@@ -10,16 +10,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specpaged.batch import RaggedRow, pack
 from specpaged.config import EngineConfig
 from specpaged.drafting.base import Drafter, DraftOutput, DraftRow
 from specpaged.metrics import EngineMetrics
-from specpaged.modeling.model_runner import Argmax, ModelRunner
+from specpaged.modeling.model_runner import ModelRunner
 from specpaged.outputs import RequestOutput
 from specpaged.paging.block_allocator import BlockAllocator
 from specpaged.paging.page_table import DRAFT, TARGET, PageTable
 from specpaged.paging.prefix_cache import PrefixCache
-from specpaged.prompt_logprobs import prompt_rows, record_prompt_logprobs, wants_prompt_logits
+from specpaged.prompt_logprobs import record_prompt_logprobs
 from specpaged.realignment.base import Arm
 from specpaged.request import Request, validate_request
 from specpaged.sampling import get_sampling_batch
@@ -27,6 +26,7 @@ from specpaged.sampling.batch import SamplingBatch, SamplingRequest
 from specpaged.sampling_params import SamplingParams, bad_words_token_ids
 from specpaged.scheduling import get_scheduler
 from specpaged.scheduling.base import ScheduledSequence, ScheduledStep
+from specpaged.scoring import score
 from specpaged.sequence import Sequence
 from specpaged.stopping import StopChecker
 from specpaged.verification import get_verifier
@@ -188,7 +188,8 @@ class Engine:
         with stage("propose"):
             draft = self._propose(scheduled, sampling)
         with stage("score"):
-            logits, prompt_logits = self._score(scheduled, draft, sampling)
+            argmax = sampling.takes_argmax and not sampling.wants_logprobs
+            logits, prompt_logits = score(self.target, scheduled.entries, draft.token_ids, self.vocabulary.size, argmax)
         with stage("verify"):
             verified = self.arm.limit(self.verifier.verify(logits, draft, sampling))
         with stage("commit"):
@@ -231,41 +232,6 @@ class Engine:
             if row is not None:
                 rows.append(row)
         return self.drafter.propose(rows, sampling, num_requests) if rows else DraftOutput.empty(num_requests)
-
-    def _score(
-        self, scheduled: ScheduledStep, draft: DraftOutput, sampling: SamplingBatch
-    ) -> tuple[Tensor | Argmax, dict[Sequence, Tensor]]:
-        """Target logits of the rows to verify [M, V], and those of the prompt tokens that asked for them.
-
-        Only their argmax where that is all that is wanted of them.
-        """
-        rows, drafts = [], iter(draft.token_ids)
-        for entry in scheduled.entries:
-            sequence, start = entry.sequence, entry.context_len
-            token_ids = sequence.token_ids[start : start + entry.num_new_tokens]
-            num_logits = 0
-            if entry.samples:
-                draft_token_ids = next(drafts)
-                token_ids += draft_token_ids
-                num_logits = len(draft_token_ids) + 1
-            if wants_prompt_logits(entry):
-                num_logits = len(token_ids)
-            rows.append(RaggedRow(token_ids, start, sequence.page_table.entries, num_logits))
-        cache = self.target.kv_cache
-        batch = pack(rows, cache.block_size, self.target.model.device, cache.block_stride)
-        of_prompts = any(map(wants_prompt_logits, scheduled.entries))
-        if sampling.takes_argmax and not sampling.wants_logprobs and not of_prompts:
-            return self.target.argmax(batch, self.vocabulary.size), {}
-        logits = self.target.forward(batch)[:, : self.vocabulary.size]
-        if not of_prompts:
-            return logits, {}
-        verify_logits, prompt_logits, drafts = [], {}, iter(draft.token_ids)
-        for entry, part in zip(scheduled.entries, logits.split([row.num_logits for row in rows]), strict=True):
-            num_verify = len(next(drafts)) + 1 if entry.samples else 0
-            verify_logits.append(part[len(part) - num_verify :])
-            if wants_prompt_logits(entry):
-                prompt_logits[entry.sequence] = part[prompt_rows(entry)]
-        return torch.cat(verify_logits), prompt_logits
 
     def _commit(
         self,
