@@ -34,5 +34,8 @@ setup(
         "bench": ["pytest-benchmark", "matplotlib", "psutil"],
         "dev": ["pytest", "pytest-benchmark", "pytest-xdist", "hypothesis", "ruff", "matplotlib", "psutil"],
     },
-    entry_points={"console_scripts": ["specpaged = specpaged.cli:app"]},
+    entry_points={
+        "console_scripts": ["specpaged = specpaged.cli:app"],
+        "vllm.general_plugins": ["specpaged = specpaged.vllm_plugin:register"],
+    },
 )

@@ -1,0 +1,62 @@
+"""A page table whose blocks belong to somebody else: a serving stack's scheduler lends them. Ints only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from specpaged.paging.block_allocator import IntegrityError, check_positive
+from specpaged.paging.page_table import PageTable
+
+
+class LeasedPageTable(PageTable):
+    """Blocks come from outside, and go back when their owner says so: no call here takes or frees one.
+
+    Rollback is the same `truncate` as ever. It keeps the blocks: their owner expects the next tokens in them.
+
+        lend([3, 4, 5])                  |....|....|....|
+        advance(TARGET, 10)              |xxxx|xxxx|xx..|
+        truncate(TARGET, 7)              |xxxx|xxx.|....|       blocks 3, 4, 5 as before
+    """
+
+    __slots__ = ("num_blocks",)
+
+    def __init__(self, num_blocks: int, block_size: int, num_pools: int = 1):
+        check_positive("num_blocks", num_blocks)
+        super().__init__(None, block_size, num_pools)
+        self.num_blocks = num_blocks  # ids are 1 .. num_blocks
+
+    def lend(self, blocks: Sequence[int]) -> None:
+        """More blocks, behind those that are there."""
+        self.blocks.extend(blocks)
+
+    def restart(self, blocks: Sequence[int], num_tokens: int) -> None:
+        """Other blocks, which hold valid KV of num_tokens tokens in every pool. ValueError past their capacity."""
+        if not 0 <= num_tokens <= len(blocks) * self.block_size:
+            raise ValueError(
+                f"num_tokens must be in 0..{len(blocks) * self.block_size}, the capacity of {len(blocks)} blocks, "
+                f"got {num_tokens}"
+            )
+        self.blocks = list(blocks)
+        self.context_lens = [num_tokens] * len(self.context_lens)
+
+    def advance(self, pool: int, num_tokens: int) -> None:
+        """See PageTable."""
+        self._check_pool(pool)
+        room = self.capacity - self.context_lens[pool]
+        if not 0 <= num_tokens <= room:
+            raise ValueError(f"num_tokens must be in 0..{room}, the capacity left, got {num_tokens}")
+        self.context_lens[pool] += num_tokens
+
+    def check_integrity(self) -> None:
+        """See PageTable."""
+        if len(set(self.blocks)) != len(self.blocks):
+            raise IntegrityError(f"the page table names a block twice: {self.blocks}")
+        for block in self.blocks:
+            if not 0 < block <= self.num_blocks:
+                raise IntegrityError(f"the page table names block {block}, which does not exist")
+        for pool, context_len in enumerate(self.context_lens):
+            if not 0 <= context_len <= self.capacity:
+                raise IntegrityError(f"pool {pool} has {context_len} valid tokens, capacity {self.capacity}")
+
+    def _drop(self, num_kept: int) -> int:
+        return 0

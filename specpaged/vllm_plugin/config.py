@@ -1,0 +1,131 @@
+"""vLLM's configuration as ours, and what of it the worker refuses, by name, before anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from vllm.config import VllmConfig
+
+from specpaged.config import (
+    ATTENTION_BACKENDS,
+    MODEL_IMPLS,
+    NUMERICS,
+    EngineConfig,
+    SpeculativeConfig,
+    check_choice,
+)
+
+METHODS = ("draft_model", "ngram")
+LOAD_FORMATS = ("auto", "hf", "safetensors")
+# Keys of `--additional-config '{"specpaged": {...}}'`.
+OPTIONS: dict[str, tuple[str, ...]] = {
+    "numerics": NUMERICS,
+    "draft_numerics": NUMERICS,
+    "attention_backend": ATTENTION_BACKENDS,
+    "model_impl": MODEL_IMPLS,
+}
+
+
+def engine_config(vllm_config: VllmConfig, device: str) -> EngineConfig:
+    """What vLLM was told, for our parts.
+
+    Raises:
+        ValueError: naming what was asked for and is not supported, and what is allowed.
+    """
+    refused = next(_refusals(vllm_config), None)
+    if refused is not None:
+        raise ValueError(f"{refused} under specpaged's worker")
+    given = options(vllm_config.additional_config)
+    model, scheduler, cache = vllm_config.model_config, vllm_config.scheduler_config, vllm_config.cache_config
+    draft_numerics = given.pop("draft_numerics", None)
+    speculative = None
+    if vllm_config.speculative_config is not None and vllm_config.speculative_config.method == "draft_model":
+        speculative = SpeculativeConfig(
+            model=vllm_config.speculative_config.model,
+            num_speculative_tokens=vllm_config.speculative_config.num_speculative_tokens,
+            **({"numerics": draft_numerics} if draft_numerics else {}),
+        )
+    return EngineConfig(
+        model=model.model,
+        speculative_config=speculative,
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=device,
+        block_size=cache.block_size,
+        max_model_len=model.max_model_len,
+        max_num_seqs=scheduler.max_num_seqs,
+        max_num_batched_tokens=max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs),
+        enable_prefix_caching=cache.enable_prefix_caching,
+        enforce_eager=model.enforce_eager,
+        seed=model.seed,
+        trust_remote_code=model.trust_remote_code,
+        **given,
+    )
+
+
+def options(additional_config: Any) -> dict[str, str]:
+    """Our own options.
+
+    Raises:
+        ValueError: naming a key or a value that is not known, and those that are.
+    """
+    given = additional_config.get("specpaged", {}) if isinstance(additional_config, Mapping) else {}
+    name = "--additional-config specpaged"
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{name}={given!r} must be an object with some of the keys {', '.join(OPTIONS)}")
+    for key, value in given.items():
+        if key not in OPTIONS:
+            raise ValueError(f"{name} has no key {key!r}; allowed: {', '.join(OPTIONS)}")
+        check_choice(f"{name}[{key!r}]", value, OPTIONS[key])
+    return dict(given)
+
+
+def _refusals(config: VllmConfig) -> Iterator[str]:
+    model, parallel, cache = config.model_config, config.parallel_config, config.cache_config
+    speculative = config.speculative_config
+    off: list[tuple[str, Any, Any]] = [
+        ("--pipeline-parallel-size", parallel.pipeline_parallel_size, 1),
+        ("--tensor-parallel-size", parallel.tensor_parallel_size, 1),
+        ("--decode-context-parallel-size", parallel.decode_context_parallel_size, 1),
+        ("--prefill-context-parallel-size", parallel.prefill_context_parallel_size, 1),
+        ("--enable-expert-parallel", parallel.enable_expert_parallel, False),
+        ("--enable-lora", config.lora_config is not None, False),
+        ("--kv-transfer-config", config.kv_transfer_config is not None, False),
+        ("--ec-transfer-config", config.ec_transfer_config is not None, False),
+        ("--watermark-config", config.watermark_config is not None, False),
+        ("--quantization", model.quantization, None),
+        ("--kv-cache-dtype", cache.cache_dtype, "auto"),
+        ("--runner", model.runner_type, "generate"),
+        ("--enable-sleep-mode", model.enable_sleep_mode, False),
+        ("--enable-prompt-embeds", model.enable_prompt_embeds, False),
+        ("--logprobs-mode", model.logprobs_mode, "raw_logprobs"),
+        ("--return-sampling-mask", model.return_sampling_mask, False),
+        ("--enable-trace-replay", model.enable_trace_replay, False),
+        ("--hf-overrides", model.hf_overrides or {}, {}),
+        ("--hf-config-path", model.hf_config_path, None),
+        ("--revision", model.revision, None),
+    ]
+    if speculative is not None:
+        off += [
+            ("speculative_config parallel_drafting", speculative.parallel_drafting, False),
+            ("speculative_config use_heterogeneous_vocab", speculative.use_heterogeneous_vocab, False),
+            ("speculative_config rejection_sample_method", speculative.rejection_sample_method, "standard"),
+            ("speculative_config enable_adaptive_verification", speculative.enable_adaptive_verification, False),
+            ("speculative_config quantization", speculative.quantization, None),
+            ("speculative_config revision", speculative.revision, None),
+        ]
+    for name, value, allowed in off:
+        if value != allowed:
+            yield f"{name}={value!r} is not supported (allowed: {allowed!r})"
+    for name, value, choices in (
+        (
+            "--load-format",
+            str(getattr(config.load_config.load_format, "value", config.load_config.load_format)),
+            LOAD_FORMATS,
+        ),
+        ("speculative_config method", speculative.method if speculative is not None else METHODS[0], METHODS),
+    ):
+        if value not in choices:
+            yield f"{name}={value!r} is not supported (allowed: {', '.join(choices)})"
+    if model.is_multimodal_model:
+        yield f"the multimodal model {model.model!r} is not supported (allowed: text models)"

@@ -1,0 +1,176 @@
+"""vLLM's requests as sequences, kept up to date by its scheduler's output. No torch.
+
+The scheduler owns blocks and decides what runs. Which tokens are committed and how much KV is valid, the worker knows
+best: under asynchronous scheduling a step is planned before the one before it has been verified.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from collections.abc import Sequence as SequenceOf
+from typing import TYPE_CHECKING
+
+from specpaged.paging.block_allocator import IntegrityError
+from specpaged.paging.leased_page_table import LeasedPageTable
+from specpaged.paging.page_table import TARGET
+from specpaged.sampling.processors import SamplingRequest
+from specpaged.scheduling.base import ScheduledSequence
+from specpaged.sequence import Sequence
+from specpaged.vllm_plugin.params import translated
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+
+PLACEHOLDER_TOKEN_ID = -1  # what vLLM puts where it does not know a draft token
+
+
+class Sequences:
+    """Those that vLLM has scheduled and not ended, by its request ids, with the drafts that wait to be verified."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        num_pools: int,
+        max_model_len: int,
+        max_draft_tokens: int,
+        seed: int,
+    ):
+        self.num_blocks = num_blocks  # ids are 1 .. num_blocks
+        self.block_size = block_size
+        self.num_pools = num_pools
+        self.max_model_len = max_model_len
+        self.max_draft_tokens = max_draft_tokens
+        self.seed = seed
+        self.drafts: dict[Sequence, list[int]] = {}
+        self.has_grammar: set[Sequence] = set()
+        self._sequences: dict[str, Sequence] = {}
+        self._num_seeds_derived = 0
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._sequences.values())
+
+    def update(self, scheduled: SchedulerOutput) -> tuple[list[ScheduledSequence], list[list[int]]]:
+        """Take in what has changed since the last step. What this one runs, in vLLM's order, and the drafts of it that
+        sample."""
+        for request_id in scheduled.finished_req_ids:
+            self._forget(request_id)
+        for new in scheduled.scheduled_new_reqs:
+            token_ids = new.prefill_token_ids or new.prompt_token_ids
+            if new.req_id not in self._sequences:
+                self._sequences[new.req_id] = self._new(new)
+            # Otherwise it is back from a preemption, as vLLM's second model runner is told.
+            self._restart(new.req_id, token_ids, new.block_ids[0], new.num_computed_tokens)
+        cached = scheduled.scheduled_cached_reqs
+        for i, request_id in enumerate(cached.req_ids):
+            new_blocks = cached.new_block_ids[i]
+            if request_id in cached.resumed_req_ids:
+                token_ids = cached.all_token_ids.get(request_id, self._sequences[request_id].token_ids)
+                self._restart(request_id, token_ids, new_blocks[0], cached.num_computed_tokens[i])
+            elif new_blocks is not None:
+                self._sequences[request_id].page_table.lend(new_blocks[0])
+        entries, drafts = [], []
+        for request_id, num_scheduled in scheduled.num_scheduled_tokens.items():
+            given = scheduled.scheduled_spec_decode_tokens.get(request_id, ())
+            entry, draft = self._entry(self._sequences[request_id], num_scheduled - len(given), given)
+            entries.append(entry)
+            if entry.samples:
+                drafts.append(draft)
+        return entries, drafts
+
+    def _new(self, new: NewRequestData) -> Sequence:
+        params = translated(new.sampling_params)
+        seed = params.seed if params.seed is not None else self._derive_seed()
+        asked = params.num_speculative_tokens
+        sequence = Sequence(
+            new.req_id,
+            new.prompt_token_ids,
+            params,
+            seed,
+            LeasedPageTable(self.num_blocks, self.block_size, self.num_pools),
+            self.max_draft_tokens if asked is None else min(asked, self.max_draft_tokens),
+        )
+        stop_ids = tuple(sorted(new.sampling_params.all_stop_token_ids))
+        sequence.sampling_request = SamplingRequest(
+            params=params,
+            seed=seed,
+            prompt_token_ids=sequence.prompt_token_ids,
+            output_token_ids=sequence.output_token_ids,
+            stop_ids=stop_ids,
+            bad_words_ids=tuple(map(tuple, new.sampling_params.bad_words_token_ids or ())),
+        )
+        if new.sampling_params.structured_outputs is not None:
+            self.has_grammar.add(sequence)
+        return sequence
+
+    def _restart(self, request_id: str, token_ids: SequenceOf[int], blocks: SequenceOf[int], num_tokens: int) -> None:
+        """These tokens, these blocks, and valid KV of so many: whoever filled a cached block did so in every pool."""
+        sequence = self._sequences[request_id]
+        sequence.token_ids[:] = token_ids
+        sequence.output_token_ids[:] = token_ids[sequence.num_prompt_tokens :]
+        sequence.page_table.restart(blocks, num_tokens)
+        self.drafts.pop(sequence, None)
+
+    def _forget(self, request_id: str) -> None:
+        sequence = self._sequences.pop(request_id, None)
+        if sequence is not None:
+            self.drafts.pop(sequence, None)
+            self.has_grammar.discard(sequence)
+
+    def _entry(
+        self, sequence: Sequence, num_new_tokens: int, given: SequenceOf[int]
+    ) -> tuple[ScheduledSequence, list[int]]:
+        table = sequence.page_table
+        context_len = table.context_lens[TARGET]
+        samples = context_len + num_new_tokens == sequence.num_tokens
+        draft: list[int] = []
+        if samples and given:
+            # Placeholders stand for our own drafts, which the scheduler has not seen yet; or it pads, and there are none.
+            own = self.drafts.get(sequence, ())
+            draft = list(own[: len(given)]) if given[0] == PLACEHOLDER_TOKEN_ID else _known(given)
+            room = min(self.max_model_len, table.capacity) - sequence.num_tokens
+            draft = draft[: max(0, room)]
+        return ScheduledSequence(sequence, context_len, num_new_tokens, len(draft), samples), draft
+
+    def num_useful_draft_tokens(self, sequence: Sequence, token_ids: SequenceOf[int]) -> int:
+        """Drafts that could be emitted behind `token_ids`, its newest output: none if vLLM is about to end it.
+
+        Their KV, but the last one's, is to fit into the blocks that are there.
+        """
+        params, num_outputs = sequence.params, len(sequence.output_token_ids)
+        stop_ids = params.stop_token_ids if params.ignore_eos else sequence.sampling_request.stop_ids
+        for i, token_id in enumerate(token_ids, num_outputs - len(token_ids) + 1):
+            if token_id in stop_ids and i >= params.min_tokens:
+                return 0
+        return min(
+            sequence.max_draft_tokens,
+            params.max_tokens - num_outputs - 1,
+            self.max_model_len - sequence.num_tokens - 1,
+            sequence.page_table.capacity - sequence.num_tokens + 1,
+        )
+
+    def _derive_seed(self) -> int:
+        text = f"{self.seed}/{self._num_seeds_derived}".encode()
+        self._num_seeds_derived += 1
+        return int.from_bytes(hashlib.blake2b(text, digest_size=6).digest(), "little")
+
+    def check_integrity(self) -> None:
+        """Every page table is sound; what is kept of a sequence is kept of one that is here."""
+        for sequence in self:
+            sequence.page_table.check_integrity()
+            if max(sequence.page_table.context_lens) > sequence.num_tokens + self.max_draft_tokens:
+                raise IntegrityError(f"{sequence!r} has KV of more tokens than it has")
+        strangers = (self.has_grammar | set(self.drafts)) - set(self)
+        if strangers:
+            raise IntegrityError(f"{strangers} have ended, and are still remembered")
+
+
+def _known(token_ids: SequenceOf[int]) -> list[int]:
+    """Those before the first placeholder."""
+    known = list(token_ids)
+    return known[: known.index(PLACEHOLDER_TOKEN_ID)] if PLACEHOLDER_TOKEN_ID in known else known

@@ -1,0 +1,170 @@
+"""The worker that vLLM makes: its interface, call by call. What a step does is SpecPagedModelRunner's."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import psutil
+import torch
+import vllm
+from vllm.logger import init_logger
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
+from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
+
+from specpaged.drafting.draft_model import DraftModelDrafter
+from specpaged.modeling.pair import ModelPair
+from specpaged.paging.kv_cache import PagedKVCache
+from specpaged.report import StartupReport
+from specpaged.vllm_plugin.compat import check_version
+from specpaged.vllm_plugin.config import engine_config
+from specpaged.vllm_plugin.model_runner import SpecPagedModelRunner
+from specpaged.vllm_plugin.sequences import Sequences
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+    from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+
+logger = init_logger(__name__)
+
+
+class SpecPagedWorker(WorkerBase):
+    """`--worker-cls specpaged.vllm_plugin.worker.SpecPagedWorker`.
+
+    Raises:
+        RuntimeError: under a version of vLLM that is not supported.
+        ValueError: for a configuration that is not supported; the message names it and says what is.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        local_rank: int,
+        rank: int,
+        distributed_init_method: str,
+        is_driver_worker: bool = False,
+    ):
+        check_version(vllm.__version__)
+        super().__init__(vllm_config, local_rank, rank, distributed_init_method, is_driver_worker)
+        self.pair: ModelPair | None = None
+        self.model_runner: SpecPagedModelRunner | None = None
+
+    def init_device(self) -> None:
+        """See WorkerBase."""
+        kind = self.current_platform.device_type
+        if kind == "cuda":
+            parallel = self.vllm_config.parallel_config
+            index = self.local_rank + (parallel.data_parallel_rank_local or 0) * parallel.world_size
+            self.device = torch.device("cuda", index)
+            torch.cuda.set_device(self.device)
+        else:
+            self.device = torch.device(kind)
+        self.engine_config = engine_config(self.vllm_config, str(self.device))
+
+    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        """See WorkerBase."""
+        if load_dummy_weights:
+            raise ValueError("dummy weights are not supported under specpaged's worker")
+        self.pair = ModelPair.load(self.engine_config)
+
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        """Target's and draft's layers alike, so that one block table serves both pools."""
+        return {
+            f"{role}.layers.{i}": FullAttentionSpec(
+                block_size=self.engine_config.block_size,
+                num_kv_heads=num_kv_heads,
+                head_size=head_dim,
+                dtype=model.dtype,
+            )
+            for role, model in zip(("target", "draft"), self.pair.models, strict=False)
+            for i, (num_kv_heads, head_dim) in enumerate(model.kv_spec.layers)
+        }
+
+    def get_supported_kv_cache_layouts(self) -> list[str]:
+        """vLLM's names do not matter: the pools are ours."""
+        return ["LBNHC"]
+
+    def determine_available_memory(self) -> int:
+        """Bytes for both pools."""
+        asked = self.cache_config.kv_cache_memory_bytes
+        if asked is not None:
+            return asked
+        fraction = self.cache_config.gpu_memory_utilization
+        if self.device.type == "cuda":
+            return self._free_device_memory(fraction)
+        memory = psutil.virtual_memory()
+        budget = int(memory.total * fraction) - psutil.Process(os.getpid()).memory_info().rss
+        return max(0, min(budget, memory.available))
+
+    def _free_device_memory(self, fraction: float) -> int:
+        """What is left of the fraction when a pass of the largest batch has run."""
+        free, total = torch.cuda.mem_get_info(self.device)
+        return int(total * fraction) - (total - free)
+
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        """See WorkerBase."""
+        (group,) = kv_cache_config.kv_cache_groups
+        block_size, num_blocks = (
+            group.kv_cache_spec.block_size,
+            kv_cache_config.num_blocks - 1,
+        )  # without the null block
+        config, pair = self.engine_config, self.pair
+        caches = [PagedKVCache(m.kv_spec, num_blocks, block_size, m.dtype, m.device) for m in pair.models]
+        target, *drafts = pair.runners(caches, config.max_model_len, config.enforce_eager)
+        drafter = None
+        if drafts:
+            # Tokens of one step are in one pass: a request may find blocks in the cache that another one fills in it.
+            num_tokens = config.max_num_batched_tokens + config.max_num_seqs
+            drafter = DraftModelDrafter(drafts[0], pair.vocab_size, num_tokens, with_probs=False)
+        speculative = config.speculative_config
+        sequences = Sequences(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            num_pools=len(caches),
+            max_model_len=config.max_model_len,
+            max_draft_tokens=speculative.max_draft_tokens if speculative else 0,
+            seed=config.seed,
+        )
+        self.model_runner = SpecPagedModelRunner(
+            target, drafter, sequences, pair.vocab_size, fills_cached_blocks=config.enable_prefix_caching
+        )
+        logger.info("%s", StartupReport.of(config, target, drafts[0] if drafts else None))
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        """Nothing to compile: kernels were built, and checked, in loading."""
+        return CompilationTimes(language_model=0.0, encoder=0.0)
+
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        """See WorkerBase."""
+        return ("generate",)
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
+        """Scores the step; what it puts out comes from `sample_tokens`, but for a step without tokens."""
+        self.model_runner.execute(scheduler_output)
+        return None if scheduler_output.total_num_scheduled_tokens else EMPTY_MODEL_RUNNER_OUTPUT
+
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput:
+        """Verifies and commits the step, and proposes for the next one."""
+        return self.model_runner.sample(grammar_output)
+
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        """The drafts that the scheduler may have verified."""
+        return self.model_runner.take_drafts()
+
+    def get_model(self) -> torch.nn.Module:
+        """The target's decoder."""
+        return self.pair.target.decoder
+
+    def synchronize_device(self) -> None:
+        """See WorkerBase."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def reset_mm_cache(self) -> None:
+        """There is none."""
+
+    def reset_encoder_cache(self) -> None:
+        """There is none."""
