@@ -10,7 +10,8 @@ from typing import Any
 
 NUMERICS = ("exact", "fast")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-METHODS = ("draft_model",)
+METHODS = ("draft_model", "ngram")
+DEFAULT_PROMPT_LOOKUP = 5  # as in vLLM
 ATTENTION_BACKENDS = ("auto", "torch", "cpp", "triton", "xformers")
 MODEL_IMPLS = ("auto", "flat", "transformers")
 VERIFICATIONS = ("greedy", "coupled", "rejection")
@@ -54,6 +55,8 @@ def check_bool(name: str, value: Any) -> None:
 class SpeculativeConfig:
     """How drafts are proposed and verified.
 
+    `method` "ngram" is prompt lookup: no model drafts, and the last `prompt_lookup_max` tokens, or fewer, down to
+    `prompt_lookup_min`, are looked for in what came before (5 by default; one of them said alone serves for both).
     `numerics` is the draft's own: only the target decides tokens, so a fast draft costs nothing in exactness.
     `num_speculative_tokens` is K at every batch size. `num_speculative_tokens_per_batch_size` holds [first, last, K]
     ranges of the number of running sequences instead (vLLM's form); a batch size in no range gets K = 0. With neither,
@@ -66,9 +69,12 @@ class SpeculativeConfig:
     num_speculative_tokens_per_batch_size: Sequence[Sequence[int]] | None = None
     numerics: str = "fast"
     verification: str = "coupled"
+    prompt_lookup_min: int | None = None
+    prompt_lookup_max: int | None = None
 
     def __post_init__(self) -> None:
         check_choice("speculative_config['method']", self.method, METHODS)
+        self._check_prompt_lookup()
         check_choice("speculative_config['numerics']", self.numerics, NUMERICS)
         check_choice("speculative_config['verification']", self.verification, VERIFICATIONS)
         if self.num_speculative_tokens is not None:
@@ -76,6 +82,36 @@ class SpeculativeConfig:
         _check_ranges(
             "speculative_config['num_speculative_tokens_per_batch_size']", self.num_speculative_tokens_per_batch_size
         )
+
+    def _check_prompt_lookup(self) -> None:
+        names = ("prompt_lookup_min", "prompt_lookup_max")
+        if self.method != "ngram":
+            for name in names:
+                if getattr(self, name) is not None:
+                    raise ValueError(
+                        f"speculative_config[{name!r}]={getattr(self, name)!r} is for method 'ngram' alone; "
+                        f"method={self.method!r}"
+                    )
+            return
+        if self.model is not None:
+            raise ValueError(
+                f"speculative_config['model']={self.model!r} is for method 'draft_model'; method 'ngram' has none"
+            )
+        low, high = self.prompt_lookup_min, self.prompt_lookup_max
+        for name, value, other in zip(names, (low, high), (high, low), strict=True):
+            if value is None:
+                object.__setattr__(self, name, DEFAULT_PROMPT_LOOKUP if other is None else other)
+            check_int(f"speculative_config[{name!r}]", getattr(self, name), 1)
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ValueError(
+                f"speculative_config['prompt_lookup_min']={self.prompt_lookup_min} must be at most "
+                f"prompt_lookup_max={self.prompt_lookup_max}"
+            )
+
+    @property
+    def has_model(self) -> bool:
+        """Whether a model drafts, at some batch size. ValueError if the configuration is not resolved."""
+        return self.method == "draft_model" and self.max_draft_tokens > 0
 
     @classmethod
     def from_mapping(cls, config: Mapping[str, Any]) -> SpeculativeConfig:

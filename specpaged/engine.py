@@ -362,6 +362,8 @@ def _draft_row(entry: ScheduledSequence, request_idx: int) -> DraftRow | None:
     if not _runs_draft(entry):
         return None
     sequence, table = entry.sequence, entry.sequence.page_table
+    if len(table.context_lens) <= DRAFT:  # a drafter without KV
+        return DraftRow((), 0, (), entry.num_draft_tokens, request_idx)
     start = table.context_lens[DRAFT]
     token_ids = sequence.token_ids[start : entry.context_len + entry.num_new_tokens]
     return DraftRow(token_ids, start, table.entries, entry.num_draft_tokens, request_idx)
@@ -373,10 +375,10 @@ def _runs_draft(entry: ScheduledSequence) -> bool:
     A sequence that decodes with K = 0 is left behind, and caught up with by its next draft.
     """
     if len(entry.sequence.page_table.context_lens) <= DRAFT:
-        return False
+        return entry.num_draft_tokens > 0
     return entry.num_draft_tokens > 0 or entry.num_new_tokens > 1 or not entry.samples
 
 
 def _advance_draft(table: PageTable, num_tokens: int) -> None:
-    if num_tokens > table.context_lens[DRAFT]:
+    if len(table.context_lens) > DRAFT and num_tokens > table.context_lens[DRAFT]:
         table.advance(DRAFT, num_tokens - table.context_lens[DRAFT])

@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from specpaged import kv_memory
 from specpaged.config import EMBEDDED_DRAFT, EMBEDDED_TARGET, EngineConfig, SpeculativeConfig
-from specpaged.drafting.draft_model import DraftModelDrafter
+from specpaged.drafting import get_drafter
 from specpaged.engine import Engine, Vocabulary
 from specpaged.metrics import RequestMetrics
 from specpaged.modeling.pair import ModelPair
@@ -53,14 +53,8 @@ class LLM:
         caches = kv_memory.new_kv_caches(config, pair.models)
         target, *drafts = pair.runners(caches, config.max_model_len, config.enforce_eager)
         draft = drafts[0] if drafts else None
-        drafter = arm = None
-        if draft is not None:
-            drafter = DraftModelDrafter(
-                draft,
-                pair.vocab_size,
-                config.max_num_batched_tokens,
-                with_probs=config.speculative_config.verification == "rejection",
-            )
+        drafter = get_drafter(config.speculative_config, draft, pair.vocab_size, config.max_num_batched_tokens)
+        arm = None
         if config.rollback != "truncate":
             arm = dense_arm(config.rollback, caches, config.max_model_len, config.max_num_seqs)
         self.config = config
@@ -197,14 +191,14 @@ def _engine_config(
         )
     if speculative_config is not None:
         speculative_config = speculative_config.resolved(engine_arguments.get("device", "cpu"))
-    if speculative_config is not None and speculative_config.model is None:
+    if speculative_config is not None and speculative_config.model is None and speculative_config.method != "ngram":
         if not embedded and speculative_config.max_draft_tokens > 0:
             raise ValueError(
                 "speculative_config['model']=None: a draft model is needed beside "
                 f"model={str(model)!r}; allowed: a local path or hub id"
             )
         speculative_config = replace(speculative_config, model=EMBEDDED_DRAFT)
-    if speculative_config is not None:
+    if speculative_config is not None and speculative_config.model is not None:
         speculative_config = replace(speculative_config, model=str(speculative_config.model))
     allowed = [name for name in EngineConfig.__dataclass_fields__ if name not in ("model", "speculative_config")]
     for name in engine_arguments:

@@ -18,8 +18,17 @@ def human_bytes(num_bytes: float) -> str:
     raise AssertionError("unreachable")
 
 
-def _drafting(config: SpeculativeConfig) -> str:
-    """'5', or '4 for 1-2 running sequences, 2 for 3-12, else 0'."""
+def _drafting(config: SpeculativeConfig | None) -> str | None:
+    """'5', or '4 for 1-2 running sequences, 2 for 3-12, else 0', and by prompt lookup if so; None without drafts."""
+    if config is None or config.max_draft_tokens == 0:
+        return None
+    if config.method == "ngram":
+        lookup = f"prompt lookup of {config.prompt_lookup_min} to {config.prompt_lookup_max} tokens"
+        return f"{_num_draft_tokens(config)}, by {lookup}"
+    return _num_draft_tokens(config)
+
+
+def _num_draft_tokens(config: SpeculativeConfig) -> str:
     ranges = config.num_speculative_tokens_per_batch_size
     if ranges is None:
         return str(config.num_speculative_tokens)
@@ -83,7 +92,7 @@ class StartupReport:
     num_full_sequences: int  # of max_model_len that the KV memory holds at once
     max_model_len: int
     model_positions: int  # that the target itself has
-    drafting: str | None  # how many tokens are drafted; None without a draft
+    drafting: str | None  # how many tokens are drafted, and by whom if not by a model; None where none are
     schedule: str
 
     @classmethod
@@ -107,7 +116,7 @@ class StartupReport:
             num_full_sequences,
             config.max_model_len,
             target.model.max_model_len,
-            None if draft is None else _drafting(config.speculative_config),
+            _drafting(config.speculative_config),
             config.schedule,
         )
 

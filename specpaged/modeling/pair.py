@@ -47,7 +47,7 @@ class ModelPair:
         if tokenizer is not None:  # whose ids may have gaps; an embedding may be padded beyond them
             vocab_size = min(vocab_size, 1 + max(tokenizer.get_vocab().values()))
         draft = None
-        if config.speculative_config is not None and config.speculative_config.max_draft_tokens > 0:
+        if config.speculative_config is not None and config.speculative_config.has_model:
             draft = _load_draft(config, target, tokenizer, vocab_size)
         return cls(target, draft, tokenizer, vocab_size)
 

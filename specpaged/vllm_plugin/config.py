@@ -9,6 +9,7 @@ from vllm.config import VllmConfig
 
 from specpaged.config import (
     ATTENTION_BACKENDS,
+    METHODS,
     MODEL_IMPLS,
     NUMERICS,
     EngineConfig,
@@ -16,7 +17,6 @@ from specpaged.config import (
     check_choice,
 )
 
-METHODS = ("draft_model", "ngram")
 LOAD_FORMATS = ("auto", "hf", "safetensors")
 # Keys of `--additional-config '{"specpaged": {...}}'`.
 OPTIONS: dict[str, tuple[str, ...]] = {
@@ -40,11 +40,15 @@ def engine_config(vllm_config: VllmConfig, device: str) -> EngineConfig:
     model, scheduler, cache = vllm_config.model_config, vllm_config.scheduler_config, vllm_config.cache_config
     draft_numerics = given.pop("draft_numerics", None)
     speculative = None
-    if vllm_config.speculative_config is not None and vllm_config.speculative_config.method == "draft_model":
+    asked = vllm_config.speculative_config
+    if asked is not None:
+        of_method = {"model": asked.model}
+        if asked.method == "ngram":
+            of_method = {"prompt_lookup_min": asked.prompt_lookup_min, "prompt_lookup_max": asked.prompt_lookup_max}
+        elif draft_numerics is not None:
+            of_method["numerics"] = draft_numerics
         speculative = SpeculativeConfig(
-            model=vllm_config.speculative_config.model,
-            num_speculative_tokens=vllm_config.speculative_config.num_speculative_tokens,
-            **({"numerics": draft_numerics} if draft_numerics else {}),
+            method=asked.method, num_speculative_tokens=asked.num_speculative_tokens, **of_method
         )
     return EngineConfig(
         model=model.model,

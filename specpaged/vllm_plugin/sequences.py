@@ -130,7 +130,7 @@ class Sequences:
         samples = context_len + num_new_tokens == sequence.num_tokens
         draft: list[int] = []
         if samples and given:
-            # Placeholders stand for our own drafts, which the scheduler has not seen yet; or it pads, and there are none.
+            # Placeholders stand for our own drafts, which the scheduler has not seen; where there are none, it pads.
             own = self.drafts.get(sequence, ())
             draft = list(own[: len(given)]) if given[0] == PLACEHOLDER_TOKEN_ID else _known(given)
             room = min(self.max_model_len, table.capacity) - sequence.num_tokens

@@ -13,7 +13,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
-from specpaged.drafting.draft_model import DraftModelDrafter
+from specpaged.drafting import get_drafter
 from specpaged.modeling.pair import ModelPair
 from specpaged.paging.kv_cache import PagedKVCache
 from specpaged.report import StartupReport
@@ -114,11 +114,9 @@ class SpecPagedWorker(WorkerBase):
         config, pair = self.engine_config, self.pair
         caches = [PagedKVCache(m.kv_spec, num_blocks, block_size, m.dtype, m.device) for m in pair.models]
         target, *drafts = pair.runners(caches, config.max_model_len, config.enforce_eager)
-        drafter = None
-        if drafts:
-            # Tokens of one step are in one pass: a request may find blocks in the cache that another one fills in it.
-            num_tokens = config.max_num_batched_tokens + config.max_num_seqs
-            drafter = DraftModelDrafter(drafts[0], pair.vocab_size, num_tokens, with_probs=False)
+        # Tokens of one step are in one pass: a request may find blocks in the cache that another one fills in it.
+        num_tokens = config.max_num_batched_tokens + config.max_num_seqs
+        drafter = get_drafter(config.speculative_config, drafts[0] if drafts else None, pair.vocab_size, num_tokens)
         speculative = config.speculative_config
         sequences = Sequences(
             num_blocks=num_blocks,

@@ -1,0 +1,96 @@
+"""Prompt lookup: what is found, and that whatever is found changes nothing but speed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specpaged import LLM, SamplingParams, SpeculativeConfig
+from specpaged.drafting.ngram import lookup
+from tests import toys
+
+A, B, C, D = range(4)
+CONFIG = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+
+
+def test_the_worked_example_of_the_docstring():
+    assert lookup([A, B, C, D, A, B], 2, 2, 5) == [C, D, A, B, C]
+
+
+def lookup_slowly(token_ids, shortest, longest, count):
+    for n in range(longest, shortest - 1, -1):
+        for start in range(len(token_ids) - n - 1, -1, -1):
+            if token_ids[start : start + n] == token_ids[-n:]:
+                found = list(token_ids)
+                for i in range(count):
+                    found.append(found[start + n + i])
+                return found[len(token_ids) :]
+    return []
+
+
+@given(
+    token_ids=st.lists(st.sampled_from([0, 1, 255, 256, 65536, 257]), min_size=1, max_size=40),
+    shortest=st.integers(1, 3),
+    more=st.integers(0, 3),
+    count=st.integers(1, 9),
+)
+def test_the_longest_match_nearest_to_the_end_is_taken(token_ids, shortest, more, count):
+    """Ids whose bytes look alike across tokens."""
+    expected = lookup_slowly(token_ids, shortest, shortest + more, count)
+    assert lookup(token_ids, shortest, shortest + more, count) == expected
+
+
+def test_outputs_are_those_of_plain_decoding_and_drafts_are_accepted(toy_pair):
+    prompts = [*toys.prompts(5, seed=4), {"prompt_token_ids": [7, 8, 9] * 6}]
+    params = [
+        SamplingParams(temperature=0, max_tokens=24, ignore_eos=True),
+        SamplingParams(temperature=0.7, seed=3, max_tokens=20, ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=12, logprobs=1, ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, extra_args={"num_speculative_tokens": 0}),
+        SamplingParams(temperature=0, max_tokens=9, repetition_penalty=1.1, ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=30, ignore_eos=True),
+    ]
+    outputs = {}
+    for config in (None, CONFIG, {**CONFIG, "verification": "rejection"}):
+        llm = LLM(toy_pair.target, speculative_config=config, max_model_len=64, max_num_seqs=4)
+        of_config = params if config else [replace(p, extra_args=None) for p in params]
+        greedy = [i for i, p in enumerate(params) if p.greedy]
+        results = llm.generate(prompts, of_config, use_tqdm=False)
+        tokens = [result.outputs[0].token_ids for result in results]
+        outputs[str(config)] = [tokens[i] for i in greedy] if config and "verification" in config else tokens
+        assert llm.engine.num_pools == 1
+        assert llm.engine.allocator.num_held == 0
+        if config:
+            assert llm.metrics.accepted_tokens > 0
+            assert "by prompt lookup of 1 to 3 tokens" in str(llm.report)
+    plain, coupled, rejection = outputs.values()
+    assert coupled == plain
+    assert rejection == [tokens for tokens, p in zip(plain, params, strict=True) if p.greedy]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"method": "ngram", "model": "draft"}, r"\['model'\]='draft' is for method 'draft_model'"),
+        ({"method": "ngram", "prompt_lookup_min": 0}, r"\['prompt_lookup_min'\]=0 must be an int >= 1"),
+        ({"method": "ngram", "prompt_lookup_min": 4, "prompt_lookup_max": 2}, "=4 must be at most prompt_lookup_max=2"),
+        ({"prompt_lookup_max": 2}, r"\['prompt_lookup_max'\]=2 is for method 'ngram' alone; method='draft_model'"),
+        ({"method": "medusa"}, r"\['method'\]='medusa' is not known; allowed: 'draft_model', 'ngram'"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_by_name(config, message):
+    with pytest.raises(ValueError, match=message):
+        SpeculativeConfig.from_mapping(config)
+
+
+def test_a_length_said_alone_serves_as_both():
+    for given_lengths, expected in (
+        ({}, (5, 5)),
+        ({"prompt_lookup_max": 3}, (3, 3)),
+        ({"prompt_lookup_min": 2}, (2, 2)),
+    ):
+        config = SpeculativeConfig(method="ngram", **given_lengths)
+        assert (config.prompt_lookup_min, config.prompt_lookup_max) == expected
