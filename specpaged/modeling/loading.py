@@ -17,6 +17,7 @@ from specpaged.modeling.flat.source import FlatSource
 from specpaged.modeling.loaded_model import LoadedModel, held_bytes
 from specpaged.modeling.numerics import InexactError, choose_attention_scheme, fast_attention_scheme
 from specpaged.modeling.self_check import check_against_eager, check_rows
+from specpaged.modeling.shard import Shard
 from specpaged.modeling.source import Source
 from specpaged.modeling.transformers_source import TransformersSource
 from specpaged.paging.kv_cache import KVSpec
@@ -35,8 +36,9 @@ def load_model(
     attention_backend: str = "auto",
     model_impl: str = "auto",
     block_size: int = 16,
+    shard: Shard | None = None,
 ) -> LoadedModel:
-    """Loads a causal language model from a local directory or a hub id, safetensors only.
+    """Loads a causal language model from a local directory or a hub id, safetensors only; or one rank's part of it.
 
     Raises ValueError, naming the argument or the file, for whatever cannot be loaded or cannot keep its promise:
     under numerics="exact" a model that this machine cannot compute exactly is refused, never loaded inexactly.
@@ -51,7 +53,7 @@ def load_model(
     check_config(config, model)
     text_config = config.get_text_config()
     max_model_len = _check_max_model_len(max_model_len, text_config, model)
-    source, not_flat = _open(model_impl, model, config, wanted, device, max_model_len, trust_remote_code)
+    source, not_flat = _open(model_impl, model, config, wanted, device, max_model_len, trust_remote_code, shard)
     geometries = {(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in source.layers}
     placement = (device, source.dtype, geometries, block_size, source.vocab_size, numerics)
     backend, not_ours = choose_backend(attention_backend, *placement)
@@ -91,6 +93,11 @@ def load_model(
             exact=False,
             **facts,
         )
+    if shard is not None:
+        loaded.numerics_scheme += f"; rank {shard.rank} of {shard.size}"
+        loaded.numerics_scheme += (
+            ", the bits of one" if backend in ("cpp", "triton") else ", bits differ from those of one"
+        )
     if loaded.implementation == "transformers":
         check_against_eager(loaded, block_size)
     if loaded.exact:
@@ -106,15 +113,18 @@ def _open(
     device: torch.device,
     max_model_len: int,
     trust_remote_code: bool,
+    shard: Shard | None,
 ) -> tuple[Source, str | None]:
     """The model in the implementation asked for, and why it is not the flat one."""
     arguments = (model, config, dtype, device, max_model_len, trust_remote_code)
     reason = "model_impl is 'transformers'"
     if model_impl != "transformers":
-        source = FlatSource.open(*arguments)
+        source = FlatSource.open(*arguments, shard)
         if isinstance(source, FlatSource):
             return source, None
         reason = source
+    if shard is not None:
+        raise ValueError(f"model {model!r} cannot be split over {shard.size} ranks: {reason}")
     if model_impl == "flat":
         raise ValueError(f"model_impl='flat' cannot run {model!r}: {reason}; allowed: 'transformers', or 'auto'")
     return TransformersSource(*arguments), reason

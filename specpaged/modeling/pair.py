@@ -11,6 +11,7 @@ from specpaged.modeling.cuda_graphs import CudaGraphs
 from specpaged.modeling.loaded_model import LoadedModel
 from specpaged.modeling.loading import load_model, load_tokenizer
 from specpaged.modeling.model_runner import ModelRunner
+from specpaged.modeling.shard import Shard
 from specpaged.paging.kv_cache import PagedKVCache
 from specpaged.realignment.dense_kv_cache import DenseKVCache
 
@@ -25,8 +26,10 @@ class ModelPair:
     vocab_size: int  # token ids that may be sampled: 0 .. vocab_size - 1
 
     @classmethod
-    def load(cls, config: EngineConfig) -> ModelPair:
+    def load(cls, config: EngineConfig, shard: Shard | None = None) -> ModelPair:
         """The models that a configuration names; the draft's only if there is a batch size that drafts with one.
+
+        With a shard, its part of the target; the draft is whole on every rank.
 
         Raises:
             ValueError: for a checkpoint that cannot be loaded or served, or a pair whose vocabularies differ.
@@ -41,6 +44,7 @@ class ModelPair:
             attention_backend=config.attention_backend,
             model_impl=config.model_impl,
             block_size=config.block_size,
+            shard=shard,
         )
         tokenizer = load_tokenizer(config.model, config.trust_remote_code)
         vocab_size = target.vocab_size

@@ -89,7 +89,6 @@ def _refusals(config: VllmConfig) -> Iterator[str]:
     speculative = config.speculative_config
     off: list[tuple[str, Any, Any]] = [
         ("--pipeline-parallel-size", parallel.pipeline_parallel_size, 1),
-        ("--tensor-parallel-size", parallel.tensor_parallel_size, 1),
         ("--decode-context-parallel-size", parallel.decode_context_parallel_size, 1),
         ("--prefill-context-parallel-size", parallel.prefill_context_parallel_size, 1),
         ("--enable-expert-parallel", parallel.enable_expert_parallel, False),

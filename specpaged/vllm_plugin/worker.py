@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import psutil
 import torch
 import vllm
+from vllm.distributed import ensure_model_parallel_initialized, get_tp_group, init_distributed_environment
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
@@ -15,6 +16,7 @@ from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from specpaged.drafting import get_drafter
 from specpaged.modeling.pair import ModelPair
+from specpaged.modeling.shard import Shard
 from specpaged.paging.kv_cache import PagedKVCache
 from specpaged.report import StartupReport
 from specpaged.vllm_plugin.compat import check_version
@@ -64,12 +66,28 @@ class SpecPagedWorker(WorkerBase):
         else:
             self.device = torch.device(kind)
         self.engine_config = engine_config(self.vllm_config, str(self.device))
+        self.shard = self._shard()
+
+    def _shard(self) -> Shard | None:
+        """This rank's part of the target, under tensor parallelism: vLLM's groups gather what the ranks compute."""
+        parallel = self.vllm_config.parallel_config
+        if parallel.tensor_parallel_size == 1:
+            return None
+        # Names the shared memory of vLLM's CPU communicator.
+        os.environ.setdefault("VLLM_DIST_IDENT", self.distributed_init_method.rsplit(":")[-1].rsplit("/")[-1])
+        backend = self.current_platform.dist_backend
+        init_distributed_environment(
+            parallel.world_size, self.rank, self.distributed_init_method, self.local_rank, backend
+        )
+        ensure_model_parallel_initialized(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
+        group = get_tp_group()
+        return Shard(group.rank_in_group, group.world_size, all_gather=lambda x: group.all_gather(x, dim=-1))
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         """See WorkerBase."""
         if load_dummy_weights:
             raise ValueError("dummy weights are not supported under specpaged's worker")
-        self.pair = ModelPair.load(self.engine_config)
+        self.pair = ModelPair.load(self.engine_config, self.shard)
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """Target's and draft's layers alike, so that one block table serves both pools."""

@@ -22,6 +22,7 @@ from specpaged.modeling.flat.decoder import FlatDecoder, FlatLayer
 from specpaged.modeling.flat.parts import Parts
 from specpaged.modeling.flat.weights import Checkpoint, expected_shapes, layer_shapes
 from specpaged.modeling.linear import FastLinear
+from specpaged.modeling.shard import GatheredLinear, Shard
 
 QKV, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 
@@ -45,15 +46,18 @@ class FlatSource:
         max_model_len: int,
         dtype: torch.dtype,
         device: torch.device,
+        shard: Shard | None = None,
     ):
-        self.config = config
+        self.config = config if shard is None else shard.of(config)
+        self.whole = config  # what the checkpoint holds
+        self.shard = shard
         self.checkpoint = checkpoint
         self.frequencies = frequencies
         self.max_model_len = max_model_len
         self.dtype = dtype
         self.device = device
         self.architecture = config.architecture
-        self.layers: list[LayerGeometry] = [config.geometry] * len(config.layers)
+        self.layers: list[LayerGeometry] = [self.config.geometry] * len(config.layers)
         self.vocab_size = config.vocab_size
         self.num_parameters = sum(math.prod(shape) for shape in expected_shapes(config).values())
 
@@ -66,6 +70,7 @@ class FlatSource:
         device: torch.device,
         max_model_len: int,
         trust_remote_code: bool,
+        shard: Shard | None = None,
     ) -> FlatSource | str:
         """The source, or why there is none; `dtype` None is the checkpoint's (float32 for float16 on a CPU)."""
         reason = families.why_not(config, trust_remote_code)
@@ -75,8 +80,8 @@ class FlatSource:
             ours, checkpoint = flat_config(config), Checkpoint(model)
         except (OSError, SafetensorError) as error:
             return f"its safetensors cannot be had: {first_line(error)}"
-        reason = weights.why_not(ours, checkpoint)
-        if reason is not None:
+        reason = weights.why_not(ours, checkpoint) or (shard and shard.check(ours))
+        if reason:
             return reason
         dtype = dtype or getattr(config, "dtype", None) or checkpoint.dtype
         if dtype not in weights.DTYPES.values():
@@ -88,7 +93,7 @@ class FlatSource:
             rotated = 2 * len(inverse)
             if rotated > ours.head_dim or (rotated < ours.head_dim and not ours.partial_rope):
                 return f"its RoPE turns {rotated} of a head's {ours.head_dim} dimensions"
-        return cls(ours, checkpoint, frequencies, max_model_len, dtype, device)
+        return cls(ours, checkpoint, frequencies, max_model_len, dtype, device, shard)
 
     def exact(self, linears: ExactLinears) -> tuple[nn.Module, set[int]]:
         """See Source.exact."""
@@ -120,7 +125,7 @@ class FlatSource:
             rotations[rope] = (angles.cos() * factor, angles.sin() * factor)
         final_norm = parts.norm(ends[weights.FINAL_NORM])
         decoder = FlatDecoder(config, embedding, layers, final_norm, output, rotations).eval().requires_grad_(False)
-        return CppDecoder(config, decoder) if all_parts_are_cpp(decoder) else decoder
+        return CppDecoder(config, decoder) if self.shard is None and all_parts_are_cpp(decoder) else decoder
 
     def _read(self, *names: str) -> dict[str, Tensor]:
         return {name: tensor.to(self.device, self.dtype) for name, tensor in self.checkpoint.read(names).items()}
@@ -128,7 +133,7 @@ class FlatSource:
     def _layer(self, layer_idx: int, make_linear: MakeLinear, parts: Parts) -> FlatLayer:
         config = self.config
         prefix = f"model.layers.{layer_idx}."
-        tensors = self._read(*layer_shapes(config, layer_idx))
+        tensors = self._read(*layer_shapes(self.whole, layer_idx))
         tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
 
         def linear(*paths: str) -> nn.Module:
@@ -136,16 +141,20 @@ class FlatSource:
 
         if config.interleaved_rope:
             rotated = 2 * len(self.frequencies[ROPE][0])
-            for name, num_heads in (("q_proj", config.num_heads), ("k_proj", config.num_kv_heads)):
+            for name, num_heads in (("q_proj", self.whole.num_heads), ("k_proj", self.whole.num_kv_heads)):
                 for path in (f"self_attn.{name}.weight", f"self_attn.{name}.bias"):
                     if path in tensors:
                         tensors[path] = halves_apart(tensors[path], num_heads, rotated)
+        if self.shard is not None:
+            self._shard(tensors)
         linears = {
             "qkv": linear(*(f"self_attn.{name}" for name in (["qkv_proj"] if config.fused_qkv else QKV))),
             "o": linear("self_attn.o_proj"),
             "gate_up": linear(*(f"mlp.{name}" for name in (["gate_up_proj"] if config.fused_gate_up else GATE_UP))),
             "down": linear("mlp.down_proj"),
         }
+        if self.shard is not None:
+            linears |= {name: GatheredLinear(linears[name], self.shard) for name in ("o", "down")}
         norms = {
             place: parts.norm(tensors[f"{name}.weight"])
             for place, name in vars(config.norms).items()
@@ -157,6 +166,18 @@ class FlatSource:
             head_weight = torch.cat([query.expand(config.num_heads, -1), key.expand(config.num_kv_heads, -1)])
             head_weight = head_weight + config.norm_offset
         return FlatLayer(config, layer_idx, linears, norms, parts.heads(layer_idx, head_weight), parts.gate())
+
+    def _shard(self, tensors: dict[str, Tensor]) -> None:
+        """Keep of every matrix and bias of a layer this rank's outputs."""
+        whole = self.whole
+        query, key = whole.num_heads * whole.head_dim, whole.num_kv_heads * whole.head_dim
+        fused = {"self_attn.qkv_proj": (query, key, key), "mlp.gate_up_proj": (whole.intermediate_size,) * 2}
+        for name, tensor in tensors.items():
+            path = name.rpartition(".")[0]
+            if path in fused:
+                tensors[name] = self.shard.groups(tensor, fused[path])
+            elif path.endswith("_proj"):
+                tensors[name] = self.shard.rows(tensor)
 
 
 def _concatenated(tensors: dict[str, Tensor], paths: tuple[str, ...], kind: str) -> Tensor | None:

@@ -1,0 +1,246 @@
+"""`python -m benchmarks.vllm_serving`: vLLM with its own CPU worker and with ours, plain, with a draft, with n-grams.
+
+One pair, the same prompts and threads, streamed through vLLM's AsyncLLM (its engine core in a process of its own, no
+HTTP). Each contender is a process of its own, started anew in every round, in an order that rotates. Prints a table,
+draws a picture where matplotlib is there, and ends in one line of JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Annotated, Any
+
+import typer
+
+CONTENDERS = ("vllm plain", "vllm draft_model", "vllm ngram", "ours plain", "ours draft_model", "ours ngram")
+MAX_MODEL_LEN = 512
+KV_BYTES = 512 << 20
+
+
+def engine_arguments(contender: str, num_speculative_tokens: int, max_num_seqs: int) -> dict[str, Any]:
+    """Of vLLM, for one contender."""
+    from specpaged.config import EMBEDDED_DRAFT, EMBEDDED_TARGET
+    from specpaged.vllm_plugin import WORKER_CLS
+
+    worker, method = contender.split()
+    arguments: dict[str, Any] = {
+        "model": EMBEDDED_TARGET,
+        "dtype": "float32",
+        "max_model_len": MAX_MODEL_LEN,
+        "max_num_seqs": max_num_seqs,
+        "kv_cache_memory_bytes": KV_BYTES,
+        "enable_prefix_caching": False,
+        "enforce_eager": True,
+    }
+    if worker == "ours":
+        arguments["worker_cls"] = WORKER_CLS
+    if method == "draft_model":
+        arguments["speculative_config"] = {
+            "method": method, "model": EMBEDDED_DRAFT, "num_speculative_tokens": num_speculative_tokens
+        }  # fmt: skip
+    elif method == "ngram":
+        arguments["speculative_config"] = {
+            "method": method, "num_speculative_tokens": num_speculative_tokens, "prompt_lookup_min": 2,
+            "prompt_lookup_max": 4,
+        }  # fmt: skip
+    return arguments
+
+
+async def serve(job: dict[str, Any]) -> dict[str, Any]:
+    """One contender at every concurrency: what its requests took, and what they got."""
+    from vllm import SamplingParams
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.metrics.reader import get_metrics_snapshot
+
+    from specpaged.prompts import load_prompts
+
+    prompts = [record.text for record in load_prompts(None)]
+    prompts = [prompts[i % len(prompts)] for i in range(job["num_prompts"])]
+    levels = job["concurrency"]
+    arguments = engine_arguments(job["contender"], job["num_speculative_tokens"], max(levels))
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+    params = SamplingParams(
+        temperature=0, max_tokens=job["max_tokens"], ignore_eos=True, output_kind=RequestOutputKind.DELTA
+    )
+
+    async def complete(i: int, prompt: str, room: asyncio.Semaphore) -> dict[str, Any]:
+        async with room:
+            start = last = time.perf_counter()
+            token_ids: list[int] = []
+            gaps: list[float] = []
+            async for output in engine.generate(prompt, params, f"{time.monotonic()}-{i}"):
+                now, new = time.perf_counter(), list(output.outputs[0].token_ids)
+                if token_ids:
+                    gaps += [(now - last) / len(new)] * len(new) if new else []
+                else:
+                    first = now - start
+                token_ids += new
+                last = now
+            return {"token_ids": token_ids, "first": first, "gaps": gaps}
+
+    def counters() -> tuple[float, float]:
+        values = {metric.name: metric.value for metric in get_metrics_snapshot() if hasattr(metric, "value")}
+        names = ("vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens")
+        return tuple(values.get(name, 0) for name in names)
+
+    await asyncio.gather(*(complete(i, prompt, asyncio.Semaphore(4)) for i, prompt in enumerate(prompts[:4])))
+    results = {}
+    for level in levels:
+        room = asyncio.Semaphore(level)
+        before, start = counters(), time.perf_counter()
+        outputs = await asyncio.gather(*(complete(i, prompt, room) for i, prompt in enumerate(prompts)))
+        seconds = time.perf_counter() - start
+        drafted, accepted = (b - a for a, b in zip(before, counters(), strict=True))
+        gaps = sorted(gap for output in outputs for gap in output["gaps"])
+        cuts = quantiles(gaps, n=100, method="inclusive")
+        results[level] = {
+            "tokens_per_second": sum(len(output["token_ids"]) for output in outputs) / seconds,
+            "first_token_ms": 1e3 * median(output["first"] for output in outputs),
+            "between_p50_ms": 1e3 * cuts[49],
+            "between_p99_ms": 1e3 * cuts[98],
+            "acceptance": accepted / drafted if drafted else None,
+            "token_ids": [output["token_ids"] for output in outputs],
+        }
+    engine.shutdown()
+    return results
+
+
+def run_contender(job: dict[str, Any], threads: int) -> dict[str, Any]:
+    """In a process of its own; its last line is the result."""
+    environment = os.environ | {
+        "OMP_NUM_THREADS": str(threads),
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
+    command = [sys.executable, "-m", "benchmarks.vllm_serving", "--job", json.dumps(job)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"{job['contender']} failed:\n{done.stderr[-3000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def summary(rounds: list[dict[str, dict[str, Any]]], levels: list[int]) -> list[dict[str, Any]]:
+    """A row for each concurrency and contender: medians of the rounds, and ratios taken within a round."""
+    rows = []
+    for level in map(str, levels):
+        for contender in CONTENDERS:
+            runs = [of_round[contender][level] for of_round in rounds]
+            speeds = [run["tokens_per_second"] for run in runs]
+            row = {"concurrency": int(level), "contender": contender, "min": min(speeds), "max": max(speeds)}
+            for name in ("tokens_per_second", "first_token_ms", "between_p50_ms", "between_p99_ms"):
+                row[name] = median(run[name] for run in runs)
+            row["acceptance"] = runs[0]["acceptance"]
+            method = contender.split()[1]
+            for name, other in (("over_vllm", f"vllm {method}"), ("over_vllm_plain", "vllm plain")):
+                ratios = [
+                    run["tokens_per_second"] / of_round[other][level]["tokens_per_second"]
+                    for run, of_round in zip(runs, rounds, strict=True)
+                ]
+                row[name] = median(ratios)
+            plain = rounds[0]["ours plain"][level]["token_ids"]
+            row["identical"] = sum(a == b for a, b in zip(runs[0]["token_ids"], plain, strict=True))
+            rows.append(row)
+    return rows
+
+
+def print_table(rows: list[dict[str, Any]], num_prompts: int) -> None:
+    """As a reader compares: by concurrency."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(
+        title="vLLM on a CPU: its own worker and ours",
+        caption="medians of the rounds, ratios within a round; between: of tokens, those of one chunk share its time; "
+        f"identical: outputs of {num_prompts} equal to ours plain",
+    )
+    for name in ("at once", "worker", "tokens/s", "min-max", "x vllm's", "x vllm plain", "first ms", "between P50",
+                 "P99 ms", "accepted", "identical"):  # fmt: skip
+        table.add_column(name, justify="left" if name == "worker" else "right")
+    for i, row in enumerate(rows):
+        accepted = "" if row["acceptance"] is None else f"{row['acceptance']:.1%}"
+        table.add_row(
+            str(row["concurrency"]), row["contender"], f"{row['tokens_per_second']:.0f}",
+            f"{row['min']:.0f}-{row['max']:.0f}", f"{row['over_vllm']:.2f}", f"{row['over_vllm_plain']:.2f}",
+            f"{row['first_token_ms']:.1f}", f"{row['between_p50_ms']:.2f}", f"{row['between_p99_ms']:.2f}", accepted,
+            str(row["identical"]), end_section=(i + 1) % len(CONTENDERS) == 0,
+        )  # fmt: skip
+    Console(width=140).print(table)
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """Tokens per second by concurrency."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(9, 4.5), layout="constrained")
+    levels = list(dict.fromkeys(row["concurrency"] for row in rows))
+    for offset, contender in enumerate(CONTENDERS):
+        own = [row for row in rows if row["contender"] == contender]
+        places = [i + (offset - 2.5) * 0.13 for i in range(len(levels))]
+        spans = [[row["tokens_per_second"] - row["min"] for row in own],
+                 [row["max"] - row["tokens_per_second"] for row in own]]  # fmt: skip
+        axes.bar(places, [row["tokens_per_second"] for row in own], 0.13, yerr=spans, capsize=2, label=contender)
+    axes.set_xticks(range(len(levels)), [f"{level} at once" for level in levels])
+    axes.set_ylabel("tokens/s")
+    axes.legend(fontsize=8, ncols=2)
+    figure.savefig(path, dpi=120)
+
+
+def main(
+    concurrency: str = typer.Option("1,8,32", help="Requests at once, with commas between them."),
+    num_prompts: int = typer.Option(64, min=1, help="The embedded prompts, repeated."),
+    max_tokens: int = typer.Option(128, min=2, help="Of each output; nothing ends one earlier."),
+    num_speculative_tokens: int = typer.Option(4, min=1, help="Draft tokens per round."),
+    rounds: int = typer.Option(3, min=1, help="Turns of every contender."),
+    threads: int = typer.Option(1, min=1, help="CPU threads of a pass."),
+    out: Annotated[Path | None, typer.Option(help="A folder for the JSON and the picture.")] = None,
+    job: Annotated[str | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Measure."""
+    if job is not None:
+        print(json.dumps(asyncio.run(serve(json.loads(job)))))
+        return
+    from tqdm import tqdm
+
+    from benchmarks.environment import environment
+
+    levels = [int(level) for level in concurrency.split(",")]
+    settings = {
+        "concurrency": levels,
+        "num_prompts": num_prompts,
+        "max_tokens": max_tokens,
+        "num_speculative_tokens": num_speculative_tokens,
+    }
+    played: list[dict[str, dict[str, Any]]] = []
+    with tqdm(total=rounds * len(CONTENDERS), unit="run") as bar:
+        for i in range(rounds):
+            of_round = {}
+            for contender in [*CONTENDERS[i % 6 :], *CONTENDERS[: i % 6]]:
+                bar.set_description(contender)
+                of_round[contender] = run_contender(settings | {"contender": contender}, threads)
+                bar.update()
+            played.append(of_round)
+    rows = summary(played, levels)
+    print_table(rows, num_prompts)
+    results = environment(threads) | {"study": "vllm_serving", "settings": settings | {"rounds": rounds}, "rows": rows}
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "vllm_serving.json").write_text(json.dumps(results, indent=1) + "\n")
+        draw(rows, out / "vllm_serving.png")
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    typer.run(main)
