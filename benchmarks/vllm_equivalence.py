@@ -1,0 +1,236 @@
+"""`python -m benchmarks.vllm_equivalence`: the worker's outputs, prompt by prompt, in every way that vLLM may run them.
+
+Each configuration of vLLM with our worker against the project's own engine and against plain decoding under the same
+worker; and against vLLM's own CPU worker, where a difference is judged as `specpaged verify` does: a near-tie or a
+fault. Prints a table, ends in one line of JSON, and in exit status 1 where an output differs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from tqdm import tqdm
+
+MAX_MODEL_LEN = 1024
+SCHEMA = {
+    "type": "object",
+    "properties": {"title": {"type": "string", "maxLength": 16}, "year": {"type": "integer", "maximum": 3000}},
+    "required": ["title", "year"],
+    "additionalProperties": False,
+}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+# name -> (K, or vLLM's speculative_config), vLLM's arguments, sampling parameters, and what it is compared with
+CONFIGURATIONS: dict[str, tuple[int | dict[str, Any], dict[str, Any], dict[str, Any], str]] = {
+    "plain": (0, {}, {}, "standalone"),
+    "K = 1": (1, {}, {}, "standalone"),
+    "K = 4": (4, {}, {}, "standalone"),
+    "K = 7": (7, {}, {}, "standalone"),
+    "ngram": (NGRAM, {}, {}, "standalone"),
+    "chunks of 64": (4, {"max_num_batched_tokens": 64}, {}, "standalone"),
+    "prefix cache": (4, {"enable_prefix_caching": True, "block_size": 16}, {}, "standalone"),
+    "preemption": (4, {"num_gpu_blocks_override": 160, "block_size": 16}, {}, "standalone"),
+    "sampled, plain": (0, {}, {"temperature": 0.8, "seed": 7, "n": 2}, "sampled, plain"),
+    "sampled": (4, {}, {"temperature": 0.8, "seed": 7, "n": 2}, "sampled, plain"),
+    "JSON, plain": (0, {}, {"structured_outputs": SCHEMA}, "JSON, plain"),
+    "JSON": (4, {}, {"structured_outputs": SCHEMA}, "JSON, plain"),
+}
+
+
+def encoded(path: str | None, max_tokens: int, num_prompts: int | None) -> list[list[int]]:
+    """The prompts, cut to what fits."""
+    from specpaged.config import EMBEDDED_TARGET
+    from specpaged.modeling.loading import load_tokenizer
+    from specpaged.prompts import clip, evenly_spread, load_prompts
+
+    records = evenly_spread(load_prompts(path), num_prompts)
+    tokenizer = load_tokenizer(EMBEDDED_TARGET)
+    return clip([tokenizer.encode(record.text) for record in records], MAX_MODEL_LEN - max_tokens)[0]
+
+
+def vllm_engine(speculation: int | dict[str, Any], max_num_seqs: int, ours: bool = True, **arguments: Any) -> Any:
+    """Of vLLM, in this process."""
+    from vllm import LLM
+
+    from specpaged.config import EMBEDDED_DRAFT, EMBEDDED_TARGET
+    from specpaged.vllm_plugin import WORKER_CLS
+
+    defaults: dict[str, Any] = {
+        "dtype": "float32", "max_model_len": MAX_MODEL_LEN, "max_num_seqs": max_num_seqs, "enforce_eager": True,
+        "kv_cache_memory_bytes": 256 << 20, "enable_prefix_caching": False,
+    }  # fmt: skip
+    if ours:
+        defaults["worker_cls"] = WORKER_CLS
+    if isinstance(speculation, dict):
+        defaults["speculative_config"] = speculation
+    elif speculation:
+        draft = {"method": "draft_model", "model": EMBEDDED_DRAFT, "num_speculative_tokens": speculation}
+        defaults["speculative_config"] = draft
+    return LLM(EMBEDDED_TARGET, **(defaults | arguments))
+
+
+def run_vllm(name: str, prompts: list[list[int]], max_tokens: int, max_num_seqs: int, ours: bool) -> dict[str, Any]:
+    """One configuration: its outputs and what was seen on the way."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    speculation, arguments, given, _ = CONFIGURATIONS[name]
+    params = {"temperature": 0, "max_tokens": max_tokens} | given
+    if "structured_outputs" in params:
+        params["structured_outputs"] = StructuredOutputsParams(json=params["structured_outputs"])
+    preempted, preempt = [], Scheduler._preempt_request
+
+    def counting(self: Scheduler, *positional: Any, **options: Any) -> Any:
+        preempted.append(1)
+        return preempt(self, *positional, **options)
+
+    Scheduler._preempt_request = counting
+    llm = vllm_engine(speculation, max_num_seqs, ours, **arguments)
+    requests = [{"prompt_token_ids": ids} for ids in prompts]
+    passes = 2 if arguments.get("enable_prefix_caching") else 1
+    for _ in range(passes):
+        outputs = llm.generate(requests, SamplingParams(**params), use_tqdm=False)
+    token_ids = [list(completion.token_ids) for output in outputs for completion in output.outputs]
+    found: dict[str, Any] = {"token_ids": token_ids, "preemptions": len(preempted)}
+    found["cached_tokens"] = sum(output.num_cached_tokens or 0 for output in outputs)
+    if "structured_outputs" in given:
+        found["valid"] = sum(is_valid(completion.text) for output in outputs for completion in output.outputs)
+    if ours:
+        worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+        worker.model_runner.check_integrity()
+        found["acceptance"] = worker.model_runner.metrics.acceptance_rate
+    return found
+
+
+def is_valid(text: str) -> bool:
+    """Whether the text is a JSON object by SCHEMA (or was cut off: max_tokens ends an output anywhere)."""
+    from jsonschema import ValidationError, validate
+
+    try:
+        validate(json.loads(text), SCHEMA)
+    except (ValueError, ValidationError):
+        return False
+    return True
+
+
+def top_two(prompts: list[list[int]], ours: bool) -> list[Any]:
+    """The two most likely next tokens of each prompt, plainly decoded under vLLM's worker or ours."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from vllm import SamplingParams
+
+    from specpaged.equivalence import TopTwo
+
+    llm = vllm_engine(0, 8, ours)
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=2)
+    tops = []
+    for output in llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False):
+        row = sorted(output.outputs[0].logprobs[0].items(), key=lambda item: -item[1].logprob)[:2]
+        tops.append(TopTwo(tuple(i for i, _ in row), tuple(entry.logprob for _, entry in row)))
+    return tops
+
+
+def standalone(prompts: list[list[int]], max_tokens: int, max_num_seqs: int) -> list[list[int]]:
+    """The project's own engine, speculating."""
+    from specpaged import LLM, SamplingParams
+
+    llm = LLM(max_model_len=MAX_MODEL_LEN, max_num_seqs=max_num_seqs)
+    params = SamplingParams(temperature=0, max_tokens=max_tokens)
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def near_ties(prompts: list[list[int]], references: list[list[int]], outputs: list[list[int]]) -> tuple[int, int]:
+    """How many outputs part from vLLM's own at a near-tie, and how many otherwise."""
+    from specpaged.equivalence import compare, is_near_tie
+
+    mismatches = compare(references, outputs)
+    common = [prompts[m.prompt_idx] + references[m.prompt_idx][: m.position] for m in mismatches]
+    if not common:
+        return 0, 0
+    theirs, ours = (in_a_process(top_two, common, of_ours) for of_ours in (False, True))
+    near = [is_near_tie(m, a, b, "float32") for m, a, b in zip(mismatches, theirs, ours, strict=True)]
+    return sum(near), len(near) - sum(near)
+
+
+def in_a_process(function: Any, *arguments: Any) -> Any:
+    """Its result: engines of vLLM do not share a process well."""
+    with get_context("spawn").Pool(1) as pool:
+        return pool.apply(function, arguments)
+
+
+def main(
+    prompts: Annotated[str | None, typer.Option(help="JSON lines in Spec-Bench form; default: the embedded.")] = None,
+    num_prompts: Annotated[int | None, typer.Option(min=1, help="An evenly spread selection of them.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Of each output.")] = 64,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences in a batch.")] = 16,
+    out: Annotated[Path | None, typer.Option(help="A folder for the JSON.")] = None,
+) -> None:
+    """Run all configurations."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    ids = encoded(prompts, max_tokens, num_prompts)
+    rows: list[dict[str, Any]] = []
+    with tqdm(total=len(CONFIGURATIONS) + 2, unit="configuration") as bar:
+        references = {"standalone": in_a_process(standalone, ids, max_tokens, max_num_seqs)}
+        bar.update()
+        for name, (*_, compared_with) in CONFIGURATIONS.items():
+            found = in_a_process(run_vllm, name, ids, max_tokens, max_num_seqs, True)
+            outputs = references[name] = found.pop("token_ids")
+            identical = sum(a == b for a, b in zip(outputs, references[compared_with], strict=True))
+            rows.append({"configuration": name, "with": compared_with, "outputs": len(outputs), "identical": identical}
+                        | found)  # fmt: skip
+            bar.update()
+        theirs = in_a_process(run_vllm, "plain", ids, max_tokens, max_num_seqs, False)["token_ids"]
+        near, faults = near_ties(ids, theirs, references["plain"])
+        bar.update()
+    own = {"outputs": len(theirs), "identical": len(theirs) - near - faults, "near_ties": near, "faults": faults}
+    print_table(rows, own)
+    from benchmarks.environment import environment
+
+    results = environment(int(os.environ["OMP_NUM_THREADS"])) | {
+        "study": "vllm_equivalence",
+        "settings": {"max_tokens": max_tokens, "max_num_seqs": max_num_seqs,
+                     "prompts": "embedded" if prompts is None else Path(prompts).name},
+        "rows": rows,
+        "vllm_own_worker": own,
+    }  # fmt: skip
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "vllm_equivalence.json").write_text(json.dumps(results, indent=1) + "\n")
+    print(json.dumps(results))
+    seen = {row["configuration"]: row for row in rows}
+    as_wanted = seen["preemption"]["preemptions"] > 0 and seen["prefix cache"]["cached_tokens"] > 0
+    raise typer.Exit(0 if as_wanted and not faults and all(r["identical"] == r["outputs"] for r in rows) else 1)
+
+
+def print_table(rows: list[dict[str, Any]], own: dict[str, int]) -> None:
+    """One line for each configuration."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(
+        title="vLLM with specpaged's worker",
+        caption=f"vLLM's own worker, plain: {own['identical']} of {own['outputs']} identical, {own['near_ties']} "
+        f"near-ties, {own['faults']} faults",
+    )
+    for name in ("configuration", "compared with", "identical", "preemptions", "cached tokens", "accepted", "valid"):
+        table.add_column(name, justify="left" if name in ("configuration", "compared with") else "right")
+    for row in rows:
+        accepted = "" if row.get("acceptance") is None else f"{row['acceptance']:.1%}"
+        table.add_row(
+            row["configuration"], row["with"], f"{row['identical']}/{row['outputs']}", str(row["preemptions"]),
+            str(row["cached_tokens"]), accepted, str(row.get("valid", "")),
+        )  # fmt: skip
+    Console(width=120).print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)

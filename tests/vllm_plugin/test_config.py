@@ -1,0 +1,93 @@
+"""vLLM's configuration as ours: what is taken from it, and what is refused by name before anything is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed: make install-vllm")
+
+from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+
+from specpaged.config import EMBEDDED_DRAFT, EMBEDDED_TARGET
+from specpaged.vllm_plugin import WORKER_CLS, admission, register
+from specpaged.vllm_plugin.config import engine_config, options
+from specpaged.vllm_plugin.params import translated
+
+DRAFT = {"method": "draft_model", "model": EMBEDDED_DRAFT, "num_speculative_tokens": 3}
+
+
+def vllm_config(**arguments):
+    return EngineArgs(
+        **({"model": EMBEDDED_TARGET, "dtype": "float32", "max_model_len": 256} | arguments)
+    ).create_engine_config()
+
+
+def test_what_vllm_was_told_reaches_our_parts():
+    config = vllm_config(
+        speculative_config=DRAFT, block_size=32, max_num_seqs=7, max_num_batched_tokens=512, seed=5,
+        enable_prefix_caching=True, enforce_eager=True,
+        additional_config={"specpaged": {"numerics": "fast", "draft_numerics": "exact", "attention_backend": "torch"}},
+    )  # fmt: skip
+    ours = engine_config(config, "cpu")
+    assert dataclasses.asdict(ours) | {
+        "model": EMBEDDED_TARGET, "dtype": "float32", "device": "cpu", "block_size": 32, "max_model_len": 256,
+        "max_num_seqs": 7, "max_num_batched_tokens": 512, "seed": 5, "enable_prefix_caching": True,
+        "enforce_eager": True, "numerics": "fast", "attention_backend": "torch", "trust_remote_code": False,
+    } == dataclasses.asdict(ours)  # fmt: skip
+    assert ours.speculative_config.model == EMBEDDED_DRAFT
+    assert ours.speculative_config.num_speculative_tokens == 3
+    assert ours.speculative_config.numerics == "exact"
+    assert engine_config(vllm_config(), "cpu").speculative_config is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}, "--pipeline-parallel-size=2 is not"),
+        ({"load_format": "dummy"}, r"--load-format='dummy' is not supported \(allowed: auto, hf, safetensors\)"),
+        ({"logprobs_mode": "processed_logprobs"}, "--logprobs-mode='processed_logprobs' is not supported"),
+        ({"hf_overrides": {"rope_theta": 1.0}}, "--hf-overrides={'rope_theta': 1.0} is not supported"),
+        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype='fp8' is not supported"),
+        ({"additional_config": {"specpaged": {"numeric": 1}}}, "specpaged has no key 'numeric'; allowed: numerics,"),
+        (
+            {"additional_config": {"specpaged": {"numerics": "exakt"}}},
+            r"specpaged\['numerics'\]='exakt' is not known; allowed: 'exact', 'fast'",
+        ),
+    ],
+    ids=str,
+)
+def test_what_is_not_supported_is_refused_by_name(arguments, message):
+    config = vllm_config(**arguments)
+    with pytest.raises(ValueError, match=message):
+        engine_config(config, "cpu")
+
+
+def test_options_of_others_are_none_of_ours():
+    assert options({"another plugin": 1}) == options(None) == {}
+
+
+def test_our_check_stands_in_configurations_that_name_our_worker_and_in_no_others():
+    for _ in range(2):  # vLLM may call it more than once
+        register()
+    name = f"{admission.__name__}:Admission"
+    assert vllm_config(worker_cls=WORKER_CLS).model_config.logits_processors == [name]
+    assert not vllm_config().model_config.logits_processors
+
+
+def test_every_parameter_of_vllm_is_translated_left_to_vllm_or_refused():
+    for name, value in {
+        "thinking_token_budget": 3,
+        "logprob_token_ids": [1],
+        "prompt_logprob_start": 2,
+        "trace_decode_token_ids": [4],
+        "routed_experts_prompt_start": 1,
+    }.items():
+        with pytest.raises(ValueError, match=f"{name}=.* is not supported by specpaged's worker; allowed: "):
+            translated(SamplingParams(**{name: value}))
+    with pytest.raises(ValueError, match="extra_args has the key 'best_of'"):
+        translated(SamplingParams(extra_args={"best_of": 2}))
+    ours = translated(SamplingParams(temperature=0.5, top_k=-1, seed=3, stop=["x"], bad_words=["y"], logit_bias={3: 1}))
+    assert (ours.temperature, ours.top_k, ours.seed, ours.logit_bias) == (0.5, 0, 3, {3: 1.0})
