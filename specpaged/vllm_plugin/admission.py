@@ -45,6 +45,15 @@ class AdmissionV2(_Admission, LogitsProcessorV2):
     """For its second one."""
 
 
+def check_is_in(config: VllmConfig) -> None:
+    """Raises RuntimeError where requests would reach the worker unchecked: one of them could end the engine."""
+    if not any(str(entry).startswith(f"{__name__}:") for entry in config.model_config.logits_processors or ()):
+        raise RuntimeError(
+            "specpaged's vLLM plugin was not loaded, and would have checked requests: is specpaged installed here, and "
+            f"named in VLLM_PLUGINS if that is set? Or add --logits-processors {__name__}:Admission"
+        )
+
+
 def add_to_configurations() -> None:
     """From here on a configuration that names our worker names our check, as if `--logits-processors` had."""
     original = EngineArgs.create_engine_config

@@ -19,6 +19,7 @@ from specpaged.modeling.pair import ModelPair
 from specpaged.modeling.shard import Shard
 from specpaged.paging.kv_cache import PagedKVCache
 from specpaged.report import StartupReport
+from specpaged.vllm_plugin import admission
 from specpaged.vllm_plugin.compat import check_version
 from specpaged.vllm_plugin.config import engine_config
 from specpaged.vllm_plugin.metrics import MetricsExport
@@ -38,7 +39,7 @@ class SpecPagedWorker(WorkerBase):
     """`--worker-cls specpaged.vllm_plugin.worker.SpecPagedWorker`.
 
     Raises:
-        RuntimeError: under a version of vLLM that is not supported.
+        RuntimeError: under a version of vLLM that is not supported, or where requests are not checked at admission.
         ValueError: for a configuration that is not supported; the message names it and says what is.
     """
 
@@ -51,6 +52,7 @@ class SpecPagedWorker(WorkerBase):
         is_driver_worker: bool = False,
     ):
         check_version(vllm.__version__)
+        admission.check_is_in(vllm_config)
         super().__init__(vllm_config, local_rank, rank, distributed_init_method, is_driver_worker)
         self.pair: ModelPair | None = None
         self.model_runner: SpecPagedModelRunner | None = None

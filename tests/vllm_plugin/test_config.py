@@ -74,7 +74,10 @@ def test_our_check_stands_in_configurations_that_name_our_worker_and_in_no_other
         register()
     name = f"{admission.__name__}:Admission"
     assert vllm_config(worker_cls=WORKER_CLS).model_config.logits_processors == [name]
+    admission.check_is_in(vllm_config(worker_cls=WORKER_CLS))
     assert not vllm_config().model_config.logits_processors
+    with pytest.raises(RuntimeError, match=f"add --logits-processors {name}"):
+        admission.check_is_in(vllm_config())
 
 
 def test_every_parameter_of_vllm_is_translated_left_to_vllm_or_refused():
