@@ -10,21 +10,16 @@ from __future__ import annotations
 import json
 import os
 import random
-from pathlib import Path
 from typing import Any
 
 import typer
 from tqdm import tqdm
 
+from benchmarks.soak import resident_bytes
+
 NUM_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN, MAX_OUTPUT = 64, 16, 384, 96
 AT_ONCE = 24  # requests that vLLM knows, more than it can run
 ABORTED = 0.1
-
-
-def resident_bytes() -> int:
-    """Of this process."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def random_requests(count: int, seed: int, prompts: list[list[int]], vocab_size: int) -> list[dict[str, Any]]:

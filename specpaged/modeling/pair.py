@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -37,14 +38,10 @@ class ModelPair:
         target = load_model(
             config.model,
             dtype=config.dtype,
-            device=config.device,
-            trust_remote_code=config.trust_remote_code,
             max_model_len=config.max_model_len,
             numerics=config.numerics,
-            attention_backend=config.attention_backend,
-            model_impl=config.model_impl,
-            block_size=config.block_size,
             shard=shard,
+            **_shared_arguments(config),
         )
         tokenizer = load_tokenizer(config.model, config.trust_remote_code)
         vocab_size = target.vocab_size
@@ -78,6 +75,12 @@ class ModelPair:
         return runners
 
 
+def _shared_arguments(config: EngineConfig) -> dict[str, Any]:
+    """What both models are loaded with."""
+    names = ("device", "trust_remote_code", "attention_backend", "model_impl", "block_size")
+    return {name: getattr(config, name) for name in names}
+
+
 def _load_draft(
     config: EngineConfig, target: LoadedModel, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int
 ) -> LoadedModel:
@@ -85,13 +88,9 @@ def _load_draft(
     draft = load_model(
         speculative.model,
         dtype=str(target.dtype).removeprefix("torch."),
-        device=config.device,
-        trust_remote_code=config.trust_remote_code,
         max_model_len=target.max_model_len,
         numerics=speculative.numerics,
-        attention_backend=config.attention_backend,
-        model_impl=config.model_impl,
-        block_size=config.block_size,
+        **_shared_arguments(config),
     )
     draft_tokenizer = load_tokenizer(speculative.model, config.trust_remote_code)
     if tokenizer is not None and draft_tokenizer is not None:
