@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from specpaged.sampling_params import SamplingParams, bad_words_token_ids
 from specpaged.scheduling import get_scheduler
 from specpaged.scheduling.base import ScheduledSequence, ScheduledStep
 from specpaged.scoring import score
-from specpaged.sequence import Sequence
+from specpaged.sequence import Sequence, derived_seed
 from specpaged.stopping import StopChecker
 from specpaged.verification import get_verifier
 from specpaged.verification.base import VerifyOutput
@@ -206,9 +205,8 @@ class Engine:
                 runner.kv_cache.check_integrity()
 
     def _derive_seed(self) -> int:
-        text = f"{self.config.seed}/{self._num_seeds_derived}".encode()
         self._num_seeds_derived += 1
-        return int.from_bytes(hashlib.blake2b(text, digest_size=6).digest(), "little")
+        return derived_seed(self.config.seed, self._num_seeds_derived - 1)
 
     def _copy_forks(self, scheduled: ScheduledStep) -> None:
         if scheduled.forks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import hashlib
 from collections.abc import Sequence as SequenceOf
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,11 @@ from specpaged.metrics import RequestMetrics
 if TYPE_CHECKING:
     from specpaged.paging.page_table import PageTable
     from specpaged.sampling_params import SamplingParams
+
+
+def derived_seed(seed: int, count: int) -> int:
+    """The seed of the count-th sequence that came without one to an engine of this seed: 48 bits."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{count}".encode(), digest_size=6).digest(), "little")
 
 
 class SequenceStatus(enum.Enum):

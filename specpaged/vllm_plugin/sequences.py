@@ -6,7 +6,6 @@ best: under asynchronous scheduling a step is planned before the one before it h
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from typing import TYPE_CHECKING
@@ -16,7 +15,7 @@ from specpaged.paging.leased_page_table import LeasedPageTable
 from specpaged.paging.page_table import TARGET
 from specpaged.sampling.processors import SamplingRequest
 from specpaged.scheduling.base import ScheduledSequence
-from specpaged.sequence import Sequence
+from specpaged.sequence import Sequence, derived_seed
 from specpaged.vllm_plugin.params import translated
 
 if TYPE_CHECKING:
@@ -155,9 +154,8 @@ class Sequences:
         )
 
     def _derive_seed(self) -> int:
-        text = f"{self.seed}/{self._num_seeds_derived}".encode()
         self._num_seeds_derived += 1
-        return int.from_bytes(hashlib.blake2b(text, digest_size=6).digest(), "little")
+        return derived_seed(self.seed, self._num_seeds_derived - 1)
 
     def check_integrity(self) -> None:
         """Every page table is sound; what is kept of a sequence is kept of one that is here."""
