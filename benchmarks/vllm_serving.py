@@ -37,7 +37,6 @@ def engine_arguments(contender: str, num_speculative_tokens: int, max_num_seqs: 
         "max_num_seqs": max_num_seqs,
         "kv_cache_memory_bytes": KV_BYTES,
         "enable_prefix_caching": False,
-        "enforce_eager": True,
     }
     if worker == "ours":
         arguments["worker_cls"] = WORKER_CLS

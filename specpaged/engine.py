@@ -117,7 +117,7 @@ class Engine:
         max_draft_tokens = self.max_draft_tokens
         if params.num_speculative_tokens is not None:
             max_draft_tokens = params.num_speculative_tokens
-        stop_ids = tuple(sorted({*self.vocabulary.eos_token_ids, *params.stop_token_ids}))
+        stop_ids = {*self.vocabulary.eos_token_ids, *params.stop_token_ids}
         bad_words = ()
         if params.bad_words:
             bad_words = bad_words_token_ids(params, self.vocabulary.tokenizer, self.vocabulary.size)
@@ -130,14 +130,7 @@ class Engine:
             sequence = Sequence(
                 request_id, list(prompt_token_ids), params, child_seed, table, max_draft_tokens, child_idx=child
             )
-            sequence.sampling_request = SamplingRequest(
-                params=params,
-                seed=child_seed,
-                prompt_token_ids=sequence.prompt_token_ids,
-                output_token_ids=sequence.output_token_ids,
-                stop_ids=stop_ids,
-                bad_words_ids=bad_words,
-            )
+            sequence.sampling_request = SamplingRequest.of(sequence, stop_ids, bad_words)
             sequence.stop_checker = StopChecker(
                 params,
                 self.vocabulary.eos_token_ids,

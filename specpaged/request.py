@@ -44,11 +44,16 @@ def validate_request(
             f"temperature={params.temperature} needs speculative_config['verification'] 'coupled' or "
             "'rejection'; 'greedy' allows temperature 0 only"
         )
+    validate_num_speculative_tokens(params, max_draft_tokens)
+    validate_for_model(params, vocab_size, has_tokenizer)
+
+
+def validate_num_speculative_tokens(params: SamplingParams, max_draft_tokens: int) -> None:
+    """Raise ValueError if a request asks for longer drafts than there are."""
     k = params.num_speculative_tokens or 0
     if k > max_draft_tokens:
         allowed = f"0 to {max_draft_tokens}" if max_draft_tokens else "0, as this engine has no draft"
         raise ValueError(f"extra_args['num_speculative_tokens']={k} is more than the engine drafts; allowed: {allowed}")
-    validate_for_model(params, vocab_size, has_tokenizer)
 
 
 @dataclass

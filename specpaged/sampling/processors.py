@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +22,9 @@ from torch import Tensor
 
 from specpaged.sampling.elementwise import exp_fp32, exp_weights
 from specpaged.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from specpaged.sequence import Sequence as DecodedSequence
 
 _NEG_INF = float("-inf")
 _FIRST_WIDTH = 1024  # sorted logits to try before the whole vocabulary is sorted
@@ -42,6 +45,20 @@ class SamplingRequest:
     stop_ids: tuple[int, ...] = ()
     token_mask: Tensor | None = None  # [rows, V] bool, True = allowed
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
+
+    @classmethod
+    def of(
+        cls, sequence: DecodedSequence, stop_ids: Iterable[int], bad_words_ids: Iterable[Iterable[int]] = ()
+    ) -> SamplingRequest:
+        """What a sequence asks for, over its own lists of tokens."""
+        return cls(
+            params=sequence.params,
+            seed=sequence.seed,
+            prompt_token_ids=sequence.prompt_token_ids,
+            output_token_ids=sequence.output_token_ids,
+            stop_ids=tuple(sorted(set(stop_ids))),
+            bad_words_ids=tuple(map(tuple, bad_words_ids)),
+        )
 
     @property
     def needs_processing(self) -> bool:

@@ -81,12 +81,17 @@ def verify_rows(drafts: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
 def output_logprobs(
     logits: Tensor, drafts: Sequence[Sequence[int]], token_ids: Sequence[Sequence[int]], sampling: SamplingBatch
 ) -> list[list[TokenLogprobs] | None]:
-    """Log-probabilities of the output tokens of the sequences that ask for them."""
+    """Log-probabilities of the output tokens of the sequences that ask for them.
+
+    Raw ones, as vLLM's: before any processing, but for a token mask, which forbids what is then improbable as well.
+    """
     result: list[list[TokenLogprobs] | None] = []
     row = 0
     for request, draft, output in zip(sampling.requests, drafts, token_ids, strict=True):
         num_top = request.params.logprobs
         wanted = logits[row : row + len(output)]
+        if num_top is not None and request.token_mask is not None:
+            wanted = wanted.masked_fill(~request.token_mask[: len(output)].to(wanted.device), float("-inf"))
         result.append(None if num_top is None else token_logprobs(wanted, output, num_top))
         row += len(draft) + 1
     return result

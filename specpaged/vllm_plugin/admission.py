@@ -9,6 +9,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.sample.logits_processor.interface import LogitsProcessor
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as LogitsProcessorV2
 
+from specpaged.request import validate_num_speculative_tokens
 from specpaged.vllm_plugin import WORKER_CLS
 from specpaged.vllm_plugin.params import translated
 
@@ -20,14 +21,16 @@ if TYPE_CHECKING:
 class _Admission:
     """vLLM asks the logits processors of its configuration whether they can serve a request. These process nothing."""
 
+    max_draft_tokens = 0
+
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
         """ValueError, naming a parameter, its value and what is allowed."""
-        translated(sampling_params)
+        validate_num_speculative_tokens(translated(sampling_params), cls.max_draft_tokens)
 
 
 class Admission(_Admission, LogitsProcessor):
-    """For vLLM's first model runner."""
+    """For vLLM's first model runner, without speculation."""
 
     def is_argmax_invariant(self) -> bool:
         """See LogitsProcessor."""
@@ -45,12 +48,34 @@ class AdmissionV2(_Admission, LogitsProcessorV2):
     """For its second one."""
 
 
+@functools.cache
+def __getattr__(name: str) -> type:
+    """`AdmissionUpTo4`, `AdmissionV2UpTo7`: for that many draft tokens.
+
+    A configuration names a logits processor by a string, in whatever process it is used.
+    """
+    kind, _, limit = name.partition("UpTo")
+    base = {"Admission": Admission, "AdmissionV2": AdmissionV2}.get(kind)
+    if base is None or not limit.isdecimal():
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return type(name, (base,), {"max_draft_tokens": int(limit)})
+
+
+def entry_for(config: VllmConfig) -> str:
+    """What `logits_processors` is to hold."""
+    kind = AdmissionV2 if config.use_v2_model_runner else Admission
+    speculative = config.speculative_config
+    suffix = f"UpTo{speculative.num_speculative_tokens}" if speculative is not None else ""
+    return f"{__name__}:{kind.__name__}{suffix}"
+
+
 def check_is_in(config: VllmConfig) -> None:
     """Raises RuntimeError where requests would reach the worker unchecked: one of them could end the engine."""
-    if not any(str(entry).startswith(f"{__name__}:") for entry in config.model_config.logits_processors or ()):
+    entry = entry_for(config)
+    if entry not in map(str, config.model_config.logits_processors or ()):
         raise RuntimeError(
             "specpaged's vLLM plugin was not loaded, and would have checked requests: is specpaged installed here, and "
-            f"named in VLLM_PLUGINS if that is set? Or add --logits-processors {__name__}:Admission"
+            f"named in VLLM_PLUGINS if that is set? Or add --logits-processors {entry}"
         )
 
 
@@ -64,11 +89,8 @@ def add_to_configurations() -> None:
     def create_engine_config(self: EngineArgs, *arguments: Any, **options: Any) -> VllmConfig:
         config = original(self, *arguments, **options)
         if config.parallel_config.worker_cls == WORKER_CLS:
-            kind = AdmissionV2 if config.use_v2_model_runner else Admission
-            config.model_config.logits_processors = [
-                *(config.model_config.logits_processors or ()),
-                f"{kind.__module__}:{kind.__qualname__}",
-            ]
+            given = config.model_config.logits_processors or ()
+            config.model_config.logits_processors = [*given, entry_for(config)]
         return config
 
     create_engine_config.adds_admission = True

@@ -1,12 +1,15 @@
-"""vLLM's structured output: its bitmask over the rows that are verified."""
+"""vLLM's structured output: its bitmask as token masks of the rows that are verified."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+from specpaged.sampling.processors import SamplingRequest
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput
@@ -15,40 +18,37 @@ if TYPE_CHECKING:
 def apply_grammar(
     logits: Tensor,  # [M, V] fp32
     drafts: Sequence[Sequence[int]],
+    requests: Sequence[SamplingRequest],
     places: Mapping[str, int],
     num_scheduled: Mapping[str, int],
     grammar: GrammarOutput,
-) -> tuple[Tensor, list[list[int]]]:
-    """Logits with -inf where a grammar forbids a token, and the drafts whose rows it has ruled over.
+) -> tuple[Tensor, list[list[int]], list[SamplingRequest]]:
+    """The rows that the grammars have ruled over with the drafts between them, and requests with their token masks.
 
     Sequence i owns len(drafts[i]) + 1 rows; `places` says which i a request is, and `num_scheduled` how many drafts
     vLLM scheduled for it: as many rows, and one, its bitmask has. Rows behind drafts that the grammar has not seen are
     dropped. A (drafts 5 6, of which the grammar saw one) and B (none), A alone under a grammar:
 
         rows       A0 A1 A2 B0         bitmask rows   A0 A1 A2
-        rows kept  A0 A1    B0         A's draft      5
+        rows kept  A0 A1    B0         A's draft      5            A's token mask   A0 A1
     """
-    drafts = [list(draft) for draft in drafts]
-    starts = [0]
-    for draft in drafts:
-        starts.append(starts[-1] + len(draft) + 1)
-    allowed = torch.ones(logits.shape, dtype=torch.bool, device=logits.device)
+    kept, ruled = [list(draft) for draft in drafts], list(requests)
     acceptable = grammar.num_acceptable_drafts or [0] * len(grammar.structured_output_request_ids)
     row = 0
     for request_id, num_acceptable in zip(grammar.structured_output_request_ids, acceptable, strict=True):
-        num_rows = 1 + num_scheduled.get(request_id, 0)
         i = places.get(request_id)
         if i is not None:
-            del drafts[i][num_acceptable:]
-            kept = len(drafts[i]) + 1
-            words = torch.from_numpy(grammar.grammar_bitmask[row : row + kept]).to(logits.device)
-            allowed[starts[i] : starts[i] + kept] = unpacked(words, logits.shape[1])
-        row += num_rows
-    kept_rows = [row for i, draft in enumerate(drafts) for row in range(starts[i], starts[i] + len(draft) + 1)]
-    masked = logits.masked_fill(~allowed, float("-inf"))
-    if len(kept_rows) < len(masked):
-        masked = masked[torch.tensor(kept_rows, device=logits.device)]
-    return masked, drafts
+            del kept[i][num_acceptable:]
+            words = torch.from_numpy(grammar.grammar_bitmask[row : row + len(kept[i]) + 1]).to(logits.device)
+            ruled[i] = replace(requests[i], token_mask=unpacked(words, logits.shape[1]))
+        row += 1 + num_scheduled.get(request_id, 0)
+    kept_rows, start = [], 0
+    for draft, kept_draft in zip(drafts, kept, strict=True):
+        kept_rows += range(start, start + len(kept_draft) + 1)
+        start += len(draft) + 1
+    if len(kept_rows) < len(logits):
+        logits = logits[torch.tensor(kept_rows, device=logits.device)]
+    return logits, kept, ruled
 
 
 def unpacked(words: Tensor, vocab_size: int) -> Tensor:

@@ -23,6 +23,7 @@ from specpaged.prompt_logprobs import record_prompt_logprobs
 from specpaged.sampling import get_sampling_batch
 from specpaged.sampling.batch import SamplingBatch
 from specpaged.sampling.logprobs import TokenLogprobs
+from specpaged.sampling.processors import SamplingRequest
 from specpaged.scheduling.base import ScheduledSequence
 from specpaged.scoring import score
 from specpaged.sequence import Sequence
@@ -83,7 +84,7 @@ class SpecPagedModelRunner:
             entries, drafts = self.sequences.update(scheduled)
             if not entries:
                 return
-            sampling = self._sampling(entries)
+            sampling = self._sampling([entry.sequence.sampling_request for entry in entries if entry.samples])
         has_grammar = any(entry.samples and entry.sequence in self.sequences.has_grammar for entry in entries)
         argmax = sampling.takes_argmax and not sampling.wants_logprobs and not has_grammar
         with self.metrics.stage("score"):
@@ -96,8 +97,10 @@ class SpecPagedModelRunner:
         step, self._scored = self._scored, None
         stage = self.metrics.stage
         with stage("verify"):
-            logits, drafts = self._under_grammar(step, grammar)
-            verified = self.verifier.verify(logits, DraftOutput(drafts, [None] * len(drafts)), step.sampling)
+            if grammar is not None:
+                step = self._under_grammar(step, grammar)
+            draft = DraftOutput(step.drafts, [None] * len(step.drafts))
+            verified = self.verifier.verify(step.logits, draft, step.sampling)
             verified, num_nans = self._without_failures(step, verified)
         with stage("commit"):
             self._commit(step, verified)
@@ -117,23 +120,22 @@ class SpecPagedModelRunner:
         self.sequences.check_integrity()
         self.target.kv_cache.check_integrity()
 
-    def _sampling(self, entries: SequenceOf[ScheduledSequence]) -> SamplingBatch:
-        requests = [entry.sequence.sampling_request for entry in entries if entry.samples]
+    def _sampling(self, requests: SequenceOf[SamplingRequest]) -> SamplingBatch:
         return self.sampling_batch(requests, self.vocab_size, self.target.model.device)
 
-    @staticmethod
-    def _under_grammar(step: _Scored, grammar: GrammarOutput | None) -> tuple[Tensor | Argmax, list[list[int]]]:
-        if grammar is None:
-            return step.logits, step.drafts
+    def _under_grammar(self, step: _Scored, grammar: GrammarOutput) -> _Scored:
+        """The step with its token masks, without drafts that no grammar has seen."""
         sampled = [entry.sequence.request_id for entry in step.entries if entry.samples]
         scheduled = step.scheduled.scheduled_spec_decode_tokens
-        return apply_grammar(
+        logits, drafts, requests = apply_grammar(
             step.logits,
             step.drafts,
+            step.sampling.requests,
             {request_id: i for i, request_id in enumerate(sampled)},
             {request_id: len(draft) for request_id, draft in scheduled.items()},
             grammar,
         )
+        return replace(step, logits=logits, drafts=drafts, sampling=self._sampling(requests))
 
     def _without_failures(self, step: _Scored, verified: VerifyOutput) -> tuple[VerifyOutput, dict[str, int]]:
         """Every sequence has an output token; those that have a made-up one, by id.
@@ -155,7 +157,9 @@ class SpecPagedModelRunner:
                 sequence.max_draft_tokens = 0
                 alone = replace(entry, num_draft_tokens=0)
                 logits, _ = score(self.target, [alone], [[]], self.vocab_size, argmax=False)
-                again = self.verifier.verify(logits, DraftOutput([[]], [None]), self._sampling([alone]))
+                again = self.verifier.verify(
+                    logits, DraftOutput([[]], [None]), self._sampling([step.sampling.requests[i]])
+                )
                 verified.token_ids[i], verified.num_accepted[i] = again.token_ids[0], 0
                 verified.failed[i], verified.logprobs[i] = again.failed[0], again.logprobs[0]
             if verified.failed[i]:
@@ -217,8 +221,7 @@ class SpecPagedModelRunner:
                 rows.append(row)
             if k > 0:
                 drafting.append(sequence)
-        requests = [sequence.sampling_request for sequence in drafting]
-        sampling = self.sampling_batch(requests, self.vocab_size, self.target.model.device)
+        sampling = self._sampling([sequence.sampling_request for sequence in drafting])
         draft = self.drafter.propose(rows, sampling, len(drafting)) if rows else DraftOutput.empty(0)
         for entry in step.entries:
             self.sequences.drafts.pop(entry.sequence, None)

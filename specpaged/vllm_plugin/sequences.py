@@ -83,7 +83,8 @@ class Sequences:
         return entries, drafts
 
     def _new(self, new: NewRequestData) -> Sequence:
-        params = translated(new.sampling_params)
+        given = new.sampling_params
+        params = translated(given)
         seed = params.seed if params.seed is not None else self._derive_seed()
         asked = params.num_speculative_tokens
         sequence = Sequence(
@@ -92,18 +93,11 @@ class Sequences:
             params,
             seed,
             LeasedPageTable(self.num_blocks, self.block_size, self.num_pools),
-            self.max_draft_tokens if asked is None else min(asked, self.max_draft_tokens),
+            self.max_draft_tokens if asked is None else asked,
         )
-        stop_ids = tuple(sorted(new.sampling_params.all_stop_token_ids))
-        sequence.sampling_request = SamplingRequest(
-            params=params,
-            seed=seed,
-            prompt_token_ids=sequence.prompt_token_ids,
-            output_token_ids=sequence.output_token_ids,
-            stop_ids=stop_ids,
-            bad_words_ids=tuple(map(tuple, new.sampling_params.bad_words_token_ids or ())),
-        )
-        if new.sampling_params.structured_outputs is not None:
+        bad_words_ids = given.bad_words_token_ids or ()
+        sequence.sampling_request = SamplingRequest.of(sequence, given.all_stop_token_ids, bad_words_ids)
+        if given.structured_outputs is not None:
             self.has_grammar.add(sequence)
         return sequence
 

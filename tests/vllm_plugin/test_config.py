@@ -10,6 +10,8 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make install-vllm")
 
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
+from vllm.exceptions import VLLMValidationError
+from vllm.v1.sample.logits_processor import validate_logits_processors_parameters
 
 from specpaged.config import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from specpaged.vllm_plugin import WORKER_CLS, admission, register
@@ -78,6 +80,17 @@ def test_our_check_stands_in_configurations_that_name_our_worker_and_in_no_other
     assert not vllm_config().model_config.logits_processors
     with pytest.raises(RuntimeError, match=f"add --logits-processors {name}"):
         admission.check_is_in(vllm_config())
+
+
+def test_a_request_for_longer_drafts_than_the_server_makes_is_refused():
+    register()
+    config = vllm_config(worker_cls=WORKER_CLS, speculative_config=DRAFT).model_config
+    three, four = (SamplingParams(extra_args={"num_speculative_tokens": k}) for k in (3, 4))
+    validate_logits_processors_parameters(config.logits_processors, three)
+    with pytest.raises(VLLMValidationError, match="=4 is more than the engine drafts; allowed: 0 to 3"):
+        validate_logits_processors_parameters(config.logits_processors, four)
+    with pytest.raises(ValueError, match="allowed: 0, as this engine has no draft"):
+        admission.Admission.validate_params(three)
 
 
 def test_every_parameter_of_vllm_is_translated_left_to_vllm_or_refused():

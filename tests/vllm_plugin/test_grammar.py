@@ -10,6 +10,8 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make install-vllm")
 import numpy as np
 from vllm.v1.core.sched.output import GrammarOutput
 
+from specpaged.sampling.processors import SamplingRequest
+from specpaged.sampling_params import SamplingParams
 from specpaged.vllm_plugin.grammar import apply_grammar, unpacked
 
 V = 40
@@ -30,29 +32,38 @@ def test_a_bitmask_is_unpacked_bit_by_bit():
     assert [row.nonzero().flatten().tolist() for row in mask] == rows
 
 
+def requests(count):
+    return [SamplingRequest(SamplingParams(temperature=0), i, [0], []) for i in range(count)]
+
+
+def allowed_by(request):
+    return [row.nonzero().flatten().tolist() for row in request.token_mask]
+
+
 def test_the_worked_example_of_the_docstring():
     logits = torch.arange(4.0 * V).view(4, V)  # A0 A1 A2 B0
     grammar = GrammarOutput(["A"], packed([[3, 5], [6], list(range(V))]), [1])
-    masked, drafts = apply_grammar(logits, [[5, 6], []], {"A": 0, "B": 1}, {"A": 2}, grammar)
+    kept, drafts, (a, b) = apply_grammar(logits, [[5, 6], []], requests(2), {"A": 0, "B": 1}, {"A": 2}, grammar)
     assert drafts == [[5], []]
-    assert len(masked) == 3
-    assert masked[0].isfinite().nonzero().flatten().tolist() == [3, 5]
-    assert masked[1].isfinite().nonzero().flatten().tolist() == [6]
-    assert torch.equal(masked[2], logits[3])
+    assert torch.equal(kept, logits[[0, 1, 3]])
+    assert allowed_by(a) == [[3, 5], [6]]
+    assert b.token_mask is None
 
 
 def test_rows_of_padding_and_of_requests_that_do_not_sample_are_passed_over():
     logits = torch.zeros(2, V)  # of B, who has no drafts, and of C, who has no grammar
     grammar = GrammarOutput(["A", "B"], packed([[1], [1], [2], [9], [9]]), [0, 0])
     # vLLM scheduled a draft's row for A, which is in its prefill, and padding for B.
-    masked, drafts = apply_grammar(logits, [[], []], {"B": 0, "C": 1}, {"A": 1, "B": 2}, grammar)
+    kept, drafts, (b, c) = apply_grammar(logits, [[], []], requests(2), {"B": 0, "C": 1}, {"A": 1, "B": 2}, grammar)
     assert drafts == [[], []]
-    assert masked[0].isfinite().nonzero().flatten().tolist() == [2]
-    assert masked[1].isfinite().all()
+    assert torch.equal(kept, logits)
+    assert allowed_by(b) == [[2]]
+    assert c.token_mask is None
 
 
 def test_drafts_that_no_grammar_has_seen_are_dropped():
     grammar = GrammarOutput(["A"], packed([[1], [2], [3]]), None)
-    masked, drafts = apply_grammar(torch.zeros(3, V), [[1, 2]], {"A": 0}, {"A": 2}, grammar)
+    kept, drafts, (a,) = apply_grammar(torch.zeros(3, V), [[1, 2]], requests(1), {"A": 0}, {"A": 2}, grammar)
     assert drafts == [[]]
-    assert len(masked) == 1
+    assert len(kept) == 1
+    assert allowed_by(a) == [[1]]

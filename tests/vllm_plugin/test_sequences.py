@@ -160,7 +160,6 @@ def test_a_chunk_of_a_prefill_does_not_sample_and_a_draft_has_its_kv_where_the_t
         ({"stop_token_ids": [1]}, [1, 2], 0),  # within an accepted run
         ({"stop_token_ids": [1], "min_tokens": 2}, [1], 2),
         ({"extra_args": {"num_speculative_tokens": 1}}, [1], 1),
-        ({"extra_args": {"num_speculative_tokens": 9}}, [1], 2),
     ],
 )
 def test_nothing_is_drafted_for_who_is_about_to_end(params, newest, expected):

@@ -132,6 +132,7 @@ def test_what_cannot_be_done_is_refused_by_name_and_others_go_on(server):
         other = pool.submit(complete, server, PROMPTS[2], max_tokens=100)
         for arguments, named in (
             ({"extra_body": {"vllm_xargs": {"num_draft_tokens": 3}}}, "num_draft_tokens"),
+            ({"extra_body": {"vllm_xargs": {"num_speculative_tokens": 5}}}, "allowed: 0 to 4"),
             ({"extra_body": {"min_p": 0.1}, "temperature": 1}, "min_p"),
         ):
             with pytest.raises(openai.BadRequestError, match=named):

@@ -1,0 +1,80 @@
+"""Logits that hold NaN: vLLM cannot fail a single request, and its batch mates are not to notice."""
+
+from __future__ import annotations
+
+import pytest
+
+vllm = pytest.importorskip("vllm", reason="vLLM is not installed: make install-vllm")
+
+from vllm.sampling_params import StructuredOutputsParams  # noqa: E402
+
+from specpaged.scoring import score  # noqa: E402
+from tests.vllm_plugin.serving import PROMPTS, check_nothing_is_held, token_ids  # noqa: E402
+
+SPOILT = 3  # of PROMPTS
+GREEDY = {"temperature": 0, "max_tokens": 24}
+
+
+def spoil(monkeypatch, with_drafts_only):
+    """NaN in the rows of request SPOILT, from its sixth output token on."""
+
+    def spoilt(target, entries, drafts, vocab_size, argmax):
+        logits, prompt_logits = score(target, entries, drafts, vocab_size, argmax=False)
+        start = 0
+        for entry, draft in zip([entry for entry in entries if entry.samples], drafts, strict=True):
+            sequence, end = entry.sequence, start + len(draft) + 1
+            spoils = sequence.prompt_token_ids == spoilt.prompt and len(sequence.output_token_ids) >= 5
+            if spoils and (draft or not with_drafts_only):
+                logits[start:end] = float("nan")
+                spoilt.count += 1
+            start = end
+        return logits, prompt_logits
+
+    spoilt.prompt, spoilt.count = None, 0
+    monkeypatch.setattr("specpaged.vllm_plugin.model_runner.score", spoilt)
+    return spoilt
+
+
+def generate(llm, params):
+    return llm.generate(PROMPTS, vllm.SamplingParams(**params), use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"ignore_eos": True},
+        {"ignore_eos": True, "temperature": 0.8, "seed": 5, "logprobs": 1},
+        {"structured_outputs": StructuredOutputsParams(regex="[a-z]{18}")},
+    ],
+    ids=["greedy", "sampled", "under a grammar"],
+)
+def test_what_only_drafts_spoil_comes_out_as_without_them(make_vllm, monkeypatch, params):
+    params = GREEDY | params
+    expected = generate(make_vllm(0), params)
+    llm, spoilt = make_vllm(4), spoil(monkeypatch, with_drafts_only=True)
+    spoilt.prompt = list(expected[SPOILT].prompt_token_ids)
+    outputs = generate(llm, params)
+    assert token_ids(outputs) == token_ids(expected)
+    for ours, plain in zip(outputs, expected, strict=True):
+        assert ours.outputs[0].logprobs == plain.outputs[0].logprobs
+    assert spoilt.count == 1  # it drafts no more
+    check_nothing_is_held(llm)
+
+
+@pytest.mark.parametrize("k", [0, 4])
+@pytest.mark.parametrize("logprobs", [None, 1])
+def test_a_request_that_has_no_token_ends_and_its_mates_do_not_notice(make_vllm, monkeypatch, k, logprobs):
+    params = GREEDY | {"logprobs": logprobs}
+    expected = generate(make_vllm(0), params)
+    llm, spoilt = make_vllm(k), spoil(monkeypatch, with_drafts_only=False)
+    spoilt.prompt = list(expected[SPOILT].prompt_token_ids)
+    outputs = generate(llm, params)
+    spoilt_output, spoilt_plain = outputs.pop(SPOILT).outputs[0], expected.pop(SPOILT).outputs[0]
+    assert token_ids(outputs) == token_ids(expected)
+    assert spoilt_output.finish_reason == "stop"
+    *before, last = spoilt_output.token_ids
+    assert before == list(spoilt_plain.token_ids)[: len(before)]
+    assert 5 <= len(before) <= 5 + k
+    assert last == llm.get_tokenizer().eos_token_id
+    generate(llm, GREEDY | {"max_tokens": 1})
+    check_nothing_is_held(llm)
