@@ -30,6 +30,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2,
 # Room for 480 prompts: a second pass over more than the pool holds finds nothing.
 PREFIX_CACHE = {"enable_prefix_caching": True, "block_size": 16, "kv_cache_memory_bytes": 3 << 30}
 COMPACT = {"structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True}}
+SAMPLED = {"temperature": 0.8, "seed": 7, "n": 2}
 # name -> (K, or vLLM's speculative_config), vLLM's arguments, sampling parameters, and what it is compared with
 CONFIGURATIONS: dict[str, tuple[int | dict[str, Any], dict[str, Any], dict[str, Any], str]] = {
     "plain": (0, {}, {}, "standalone"),
@@ -40,8 +41,8 @@ CONFIGURATIONS: dict[str, tuple[int | dict[str, Any], dict[str, Any], dict[str, 
     "chunks of 64": (4, {"max_num_batched_tokens": 64}, {}, "standalone"),
     "prefix cache": (4, PREFIX_CACHE, {}, "standalone"),
     "preemption": (4, {"num_gpu_blocks_override": 160, "block_size": 16}, {}, "standalone"),
-    "sampled, plain": (0, {}, {"temperature": 0.8, "seed": 7, "n": 2}, "sampled, plain"),
-    "sampled": (4, {}, {"temperature": 0.8, "seed": 7, "n": 2}, "sampled, plain"),
+    "sampled, plain": (0, {}, SAMPLED, "standalone, sampled"),
+    "sampled": (4, {}, SAMPLED, "sampled, plain"),
     "JSON, plain": (0, COMPACT, {"structured_outputs": SCHEMA}, "JSON, plain"),
     "JSON": (4, COMPACT, {"structured_outputs": SCHEMA}, "JSON, plain"),
 }
@@ -107,7 +108,9 @@ def run_vllm(name: str, prompts: list[list[int]], max_tokens: int, max_num_seqs:
     found: dict[str, Any] = {"token_ids": token_ids, "preemptions": len(preempted)}
     found["cached_tokens"] = sum(output.num_cached_tokens or 0 for output in outputs)
     if "structured_outputs" in given:
-        found["valid"] = sum(is_valid(completion.text) for output in outputs for completion in output.outputs)
+        # Of the tokens: vLLM's text repeats a prompt that was cut within a character.
+        tokenizer = llm.get_tokenizer()
+        found["valid"] = sum(is_valid(tokenizer.decode(ids, skip_special_tokens=True)) for ids in token_ids)
     if ours:
         worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
         worker.model_runner.check_integrity()
@@ -143,14 +146,14 @@ def top_two(prompts: list[list[int]], ours: bool) -> list[Any]:
     return tops
 
 
-def standalone(prompts: list[list[int]], max_tokens: int, max_num_seqs: int) -> list[list[int]]:
+def standalone(prompts: list[list[int]], max_tokens: int, max_num_seqs: int, given: dict[str, Any]) -> list[list[int]]:
     """The project's own engine, speculating."""
     from specpaged import LLM, SamplingParams
 
     llm = LLM(max_model_len=MAX_MODEL_LEN, max_num_seqs=max_num_seqs)
-    params = SamplingParams(temperature=0, max_tokens=max_tokens)
+    params = SamplingParams(**({"temperature": 0, "max_tokens": max_tokens} | given))
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
-    return [list(output.outputs[0].token_ids) for output in outputs]
+    return [list(completion.token_ids) for output in outputs for completion in output.outputs]
 
 
 def near_ties(prompts: list[list[int]], references: list[list[int]], outputs: list[list[int]]) -> tuple[int, int]:
@@ -184,9 +187,11 @@ def main(
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     ids = encoded(prompts, max_tokens, num_prompts)
     rows: list[dict[str, Any]] = []
-    with tqdm(total=len(CONFIGURATIONS) + 2, unit="configuration") as bar:
-        references = {"standalone": in_a_process(standalone, ids, max_tokens, max_num_seqs)}
-        bar.update()
+    with tqdm(total=len(CONFIGURATIONS) + 3, unit="configuration") as bar:
+        references = {}
+        for name, given in (("standalone", {}), ("standalone, sampled", SAMPLED)):
+            references[name] = in_a_process(standalone, ids, max_tokens, max_num_seqs, given)
+            bar.update()
         for name, (*_, compared_with) in CONFIGURATIONS.items():
             found = in_a_process(run_vllm, name, ids, max_tokens, max_num_seqs, True)
             outputs = references[name] = found.pop("token_ids")
@@ -214,7 +219,8 @@ def main(
     print(json.dumps(results))
     seen = {row["configuration"]: row for row in rows}
     as_wanted = seen["preemption"]["preemptions"] > 0 and seen["prefix cache"]["cached_tokens"] > 0
-    raise typer.Exit(0 if as_wanted and not faults and all(r["identical"] == r["outputs"] for r in rows) else 1)
+    as_wanted &= all(row[name] == row["outputs"] for row in rows for name in ("identical", "valid") if name in row)
+    raise typer.Exit(0 if as_wanted and faults == 0 and near <= 0.005 * len(theirs) else 1)
 
 
 def print_table(rows: list[dict[str, Any]], own: dict[str, int]) -> None:
