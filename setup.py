@@ -30,7 +30,7 @@ setup(
     ],
     extras_require={
         "xformers": ["xformers>=0.0.35"],
-        "vllm": ["vllm>=0.30,<0.34"],
+        "vllm": ["vllm>=0.32,<0.34"],
         "bench": ["pytest-benchmark", "matplotlib", "psutil"],
         "dev": ["pytest", "pytest-benchmark", "pytest-xdist", "hypothesis", "ruff", "matplotlib", "psutil"],
     },

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
+import vllm
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.sample.logits_processor.interface import LogitsProcessor
-from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as LogitsProcessorV2
 
 from specpaged.request import validate_num_speculative_tokens
 from specpaged.vllm_plugin import WORKER_CLS
+from specpaged.vllm_plugin.compat import check_version
 from specpaged.vllm_plugin.params import translated
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ class _Admission:
 
 
 class Admission(_Admission, LogitsProcessor):
-    """For vLLM's first model runner, without speculation."""
+    """For vLLM's first model runner, which takes a class that it could make and run."""
 
     def is_argmax_invariant(self) -> bool:
         """See LogitsProcessor."""
@@ -44,29 +45,28 @@ class Admission(_Admission, LogitsProcessor):
         return logits
 
 
-class AdmissionV2(_Admission, LogitsProcessorV2):
-    """For its second one."""
-
-
 @functools.cache
 def __getattr__(name: str) -> type:
-    """`AdmissionUpTo4`, `AdmissionV2UpTo7`: for that many draft tokens.
+    """`AdmissionUpTo4`, `AdmissionV2UpTo4`: for that many draft tokens, under vLLM's first and second model runner.
 
     A configuration names a logits processor by a string, in whatever process it is used.
     """
     kind, _, limit = name.partition("UpTo")
-    base = {"Admission": Admission, "AdmissionV2": AdmissionV2}.get(kind)
-    if base is None or not limit.isdecimal():
+    if kind not in ("Admission", "AdmissionV2") or not limit.isdecimal():
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return type(name, (base,), {"max_draft_tokens": int(limit)})
+    bases: tuple[type, ...] = (Admission,)
+    if kind == "AdmissionV2":
+        from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as LogitsProcessorV2
+
+        bases = (_Admission, LogitsProcessorV2)
+    return type(name, bases, {"max_draft_tokens": int(limit)})
 
 
 def entry_for(config: VllmConfig) -> str:
     """What `logits_processors` is to hold."""
-    kind = AdmissionV2 if config.use_v2_model_runner else Admission
+    kind = "AdmissionV2" if config.use_v2_model_runner else "Admission"
     speculative = config.speculative_config
-    suffix = f"UpTo{speculative.num_speculative_tokens}" if speculative is not None else ""
-    return f"{__name__}:{kind.__name__}{suffix}"
+    return f"{__name__}:{kind}UpTo{speculative.num_speculative_tokens if speculative is not None else 0}"
 
 
 def check_is_in(config: VllmConfig) -> None:
@@ -89,6 +89,7 @@ def add_to_configurations() -> None:
     def create_engine_config(self: EngineArgs, *arguments: Any, **options: Any) -> VllmConfig:
         config = original(self, *arguments, **options)
         if config.parallel_config.worker_cls == WORKER_CLS:
+            check_version(vllm.__version__)
             given = config.model_config.logits_processors or ()
             config.model_config.logits_processors = [*given, entry_for(config)]
         return config

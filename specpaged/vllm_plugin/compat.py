@@ -6,7 +6,9 @@ import os
 from collections.abc import Mapping
 
 TESTED = "0.32.0"
-OLDEST, NEWEST = (0, 30), (0, 33)  # minor versions whose worker interface is the one that is implemented here
+# Minor versions whose worker interface is the one that is implemented here: before 0.32 a step did not say how many
+# drafts its grammars have seen, and before 0.31 requests were not checked for the second model runner.
+OLDEST, NEWEST = (0, 32), (0, 33)
 OVERRIDE = "SPECPAGED_VLLM_ANY_VERSION"
 
 

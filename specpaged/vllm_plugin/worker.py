@@ -22,6 +22,7 @@ from specpaged.report import StartupReport
 from specpaged.vllm_plugin import admission
 from specpaged.vllm_plugin.compat import check_version
 from specpaged.vllm_plugin.config import engine_config
+from specpaged.vllm_plugin.memory import run_largest_step
 from specpaged.vllm_plugin.metrics import MetricsExport
 from specpaged.vllm_plugin.model_runner import SpecPagedModelRunner
 from specpaged.vllm_plugin.sequences import Sequences
@@ -121,17 +122,22 @@ class SpecPagedWorker(WorkerBase):
         return max(0, min(budget, memory.available))
 
     def _free_device_memory(self, fraction: float) -> int:
-        """What is left of the fraction when a pass of the largest batch has run."""
+        """What is left of the fraction beside the models and their largest step; captured passes keep theirs."""
+        before = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        run_largest_step(self.pair, self.engine_config)
+        step = torch.cuda.max_memory_allocated(self.device) - before
+        if not self.engine_config.enforce_eager:
+            step *= 2
+        torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.device)
-        return int(total * fraction) - (total - free)
+        return max(0, int(total * fraction) - (total - free) - step)
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         """See WorkerBase."""
         (group,) = kv_cache_config.kv_cache_groups
-        block_size, num_blocks = (
-            group.kv_cache_spec.block_size,
-            kv_cache_config.num_blocks - 1,
-        )  # without the null block
+        block_size = group.kv_cache_spec.block_size
+        num_blocks = kv_cache_config.num_blocks - 1  # without the null block
         config, pair = self.engine_config, self.pair
         caches = [PagedKVCache(m.kv_spec, num_blocks, block_size, m.dtype, m.device) for m in pair.models]
         target, *drafts = pair.runners(caches, config.max_model_len, config.enforce_eager)

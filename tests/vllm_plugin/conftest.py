@@ -45,3 +45,25 @@ def make_vllm():
         return engines[key]
 
     return make
+
+
+@pytest.fixture
+def asynchronous(monkeypatch):
+    """vLLM's CPU platform turns asynchronous scheduling off, which is all that keeps it from it."""
+    from vllm.platforms import current_platform
+
+    cls = type(current_platform)
+    check = cls.check_and_update_config.__func__
+
+    def keep(platform, config):
+        check(platform, config)
+        config.scheduler_config.async_scheduling = True
+
+    monkeypatch.setattr(cls, "check_and_update_config", classmethod(keep))
+
+
+@pytest.fixture
+def second_model_runner(monkeypatch):
+    """vLLM plans steps for its second model runner, which without a GPU it does not believe in."""
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)

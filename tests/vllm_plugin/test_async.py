@@ -6,26 +6,12 @@ import pytest
 
 vllm = pytest.importorskip("vllm", reason="vLLM is not installed: make install-vllm")
 
-from vllm.platforms import current_platform  # noqa: E402
 from vllm.sampling_params import StructuredOutputsParams  # noqa: E402
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler  # noqa: E402
 
 from tests.vllm_plugin.serving import PROMPTS, check_nothing_is_held, core, token_ids  # noqa: E402
 
 GREEDY = {"temperature": 0, "max_tokens": 40}
-
-
-@pytest.fixture
-def asynchronous(monkeypatch):
-    """vLLM's CPU platform turns asynchronous scheduling off, which is all that keeps it from it."""
-    cls = type(current_platform)
-    check = cls.check_and_update_config.__func__
-
-    def keep(platform, config):
-        check(platform, config)
-        config.scheduler_config.async_scheduling = True
-
-    monkeypatch.setattr(cls, "check_and_update_config", classmethod(keep))
 
 
 def generate(llm, **params):

@@ -12,6 +12,7 @@ from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.sample.logits_processor import validate_logits_processors_parameters
+from vllm.v1.worker.gpu.sample.logits_processor import build_custom_logits_processors_params_validator
 
 from specpaged.config import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from specpaged.vllm_plugin import WORKER_CLS, admission, register
@@ -74,7 +75,7 @@ def test_options_of_others_are_none_of_ours():
 def test_our_check_stands_in_configurations_that_name_our_worker_and_in_no_others():
     for _ in range(2):  # vLLM may call it more than once
         register()
-    name = f"{admission.__name__}:Admission"
+    name = f"{admission.__name__}:AdmissionUpTo0"
     assert vllm_config(worker_cls=WORKER_CLS).model_config.logits_processors == [name]
     admission.check_is_in(vllm_config(worker_cls=WORKER_CLS))
     assert not vllm_config().model_config.logits_processors
@@ -90,7 +91,18 @@ def test_a_request_for_longer_drafts_than_the_server_makes_is_refused():
     with pytest.raises(VLLMValidationError, match="=4 is more than the engine drafts; allowed: 0 to 3"):
         validate_logits_processors_parameters(config.logits_processors, four)
     with pytest.raises(ValueError, match="allowed: 0, as this engine has no draft"):
-        admission.Admission.validate_params(three)
+        admission.AdmissionUpTo0.validate_params(three)
+    with pytest.raises(AttributeError, match="AdmissionUpToMany"):
+        admission.AdmissionUpToMany  # noqa: B018
+
+
+def test_the_check_is_of_the_kind_that_the_model_runner_takes(second_model_runner):
+    register()
+    config = vllm_config(worker_cls=WORKER_CLS, speculative_config=DRAFT)
+    assert config.model_config.logits_processors == [f"{admission.__name__}:AdmissionV2UpTo3"]
+    four = SamplingParams(extra_args={"num_speculative_tokens": 4})
+    with pytest.raises(VLLMValidationError, match="allowed: 0 to 3"):
+        build_custom_logits_processors_params_validator(config.model_config.logits_processors)(four)
 
 
 def test_every_parameter_of_vllm_is_translated_left_to_vllm_or_refused():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -18,6 +19,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make install-vllm")
 import httpx
 import openai
 import psutil
+import vllm
 
 from specpaged.config import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from specpaged.vllm_plugin import WORKER_CLS
@@ -177,6 +179,25 @@ def test_metrics_are_vllms_own_and_ours(server):
 def test_sigterm_ends_it_cleanly(server):
     server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(60) == 0
+
+
+def test_two_engines_behind_one_front_end_put_out_the_same(make_vllm, tmp_path):
+    server = Server(tmp_path, "--data-parallel-size", "2", "--speculative-config", json.dumps(SPECULATIVE))
+    try:
+        server.wait()
+        with ThreadPoolExecutor(len(PROMPTS)) as pool:
+            together = list(pool.map(lambda prompt: complete(server, prompt).choices[0].text, PROMPTS))
+        params = vllm.SamplingParams(temperature=0, max_tokens=24)
+        alone = make_vllm(0).generate(PROMPTS, params, use_tqdm=False)
+        assert together == [output.outputs[0].text for output in alone]
+        page = httpx.get(f"{server.url}/metrics", timeout=30).text
+        for engine in (0, 1):
+            (rounds,) = re.findall(rf'^specpaged:rounds_total{{engine="{engine}"}} (\S+)$', page, re.MULTILINE)
+            assert float(rounds) > 0
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(60) == 0
+    finally:
+        server.stop()
 
 
 def test_a_worker_that_is_killed_ends_in_vllms_own_error_and_no_hang(tmp_path):

@@ -1,0 +1,72 @@
+"""What is left for KV, when the models and their largest step have taken theirs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="vLLM is not installed: make install-vllm")
+
+from specpaged.config import EMBEDDED_DRAFT, EMBEDDED_TARGET, EngineConfig, SpeculativeConfig
+from specpaged.modeling.model_runner import ModelRunner
+from specpaged.modeling.pair import ModelPair
+from specpaged.vllm_plugin import worker
+from specpaged.vllm_plugin.memory import run_largest_step
+from specpaged.vllm_plugin.worker import SpecPagedWorker
+
+K = 4
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return ModelPair.load(config())
+
+
+def config(**arguments):
+    speculative = SpeculativeConfig(model=EMBEDDED_DRAFT, num_speculative_tokens=K)
+    return EngineConfig(
+        model=EMBEDDED_TARGET,
+        speculative_config=speculative,
+        **({"max_model_len": 64, "max_num_seqs": 6, "max_num_batched_tokens": 100} | arguments),
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "num_tokens", "num_logits"),
+    [
+        ({}, 100, 6 * (K + 1)),
+        ({"max_num_seqs": 50}, 100, 50 * 2),
+        ({"max_num_seqs": 1}, 64, K + 1),  # of one sequence no more than max_model_len
+        ({"max_num_seqs": 3, "max_num_batched_tokens": 3}, 3, 3),
+    ],
+    ids=str,
+)
+def test_the_largest_step_takes_both_models_through_all_tokens(pair, monkeypatch, arguments, num_tokens, num_logits):
+    seen, forward = [], ModelRunner.forward
+
+    def counting(self, batch):
+        seen.append((self.model.kv_spec, batch.num_tokens, len(batch.logits_idx)))
+        return forward(self, batch)
+
+    monkeypatch.setattr(ModelRunner, "forward", counting)
+    run_largest_step(pair, config(**arguments))
+    assert seen == [(model.kv_spec, num_tokens, num_logits) for model in (pair.draft, pair.target)]
+
+
+@pytest.mark.parametrize(("enforce_eager", "expected"), [(True, 900 - 350 - 70), (False, 900 - 350 - 140)])
+def test_kv_gets_what_the_largest_step_leaves_of_the_fraction(monkeypatch, enforce_eager, expected):
+    """Of 1000 bytes 350 are taken after loading, 200 of them by us, and a step rises to 270."""
+    allocated = {"peak": 0}
+
+    def step(pair, config):
+        allocated["peak"] = 270
+
+    monkeypatch.setattr(worker, "run_largest_step", step)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 200)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: allocated["peak"])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: allocated.update(peak=200))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (650, 1000))
+    ours = SpecPagedWorker.__new__(SpecPagedWorker)
+    ours.pair, ours.device, ours.engine_config = None, torch.device("cuda", 0), config(enforce_eager=enforce_eager)
+    assert ours._free_device_memory(0.9) == expected
