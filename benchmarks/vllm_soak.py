@@ -40,8 +40,9 @@ def random_requests(count: int, seed: int, prompts: list[list[int]], vocab_size:
             params["stop_token_ids"] = [rng.randrange(vocab_size)]
         if rng.random() < 0.2:
             params["extra_args"] = {"num_speculative_tokens": rng.randint(0, 4)}
-        abort_at = rng.randint(0, params["max_tokens"]) if rng.random() < ABORTED else None
-        requests.append({"prompt": prompt, "params": params, "abort_at": abort_at})
+        # The engine's step, counted from the request's arrival: it may wait, be prefilled, decode or be preempted.
+        abort_after = rng.randint(0, 60) if rng.random() < ABORTED else None
+        requests.append({"prompt": prompt, "params": params, "abort_after": abort_after})
     return requests
 
 
@@ -75,30 +76,29 @@ def run_vllm(requests: list[dict[str, Any]], k: int, progress: Any) -> dict[str,
 
     Scheduler._preempt_request = counting
     outputs: dict[int, list[int] | None] = {}
-    added, rss = 0, []
+    added, step, rss = 0, 0, []
+    aborts: dict[int, list[int]] = {}  # by step
     try:
-        while len(outputs) < len(requests):
+        while added < len(requests) or engine.has_unfinished_requests():
             while added < len(requests) and added - len(outputs) < AT_ONCE:
                 request = requests[added]
                 engine.add_request(
                     str(added), {"prompt_token_ids": request["prompt"]}, SamplingParams(**request["params"])
                 )
+                if request["abort_after"] is not None:
+                    aborts.setdefault(step + request["abort_after"], []).append(added)
                 added += 1
-            for output in engine.step():
-                i = int(output.request_id)
-                token_ids = list(output.outputs[0].token_ids)
-                abort_at = requests[i]["abort_at"]
-                if output.finished:
-                    outputs[i] = token_ids
-                elif abort_at is not None and len(token_ids) >= abort_at:
-                    engine.abort_request([output.request_id])
+            ended = [(int(output.request_id), output) for output in engine.step() if output.finished]
+            for i, output in ended:
+                outputs[i] = list(output.outputs[0].token_ids)
+            for i in aborts.pop(step, ()):
+                if i not in outputs:
+                    engine.abort_request([str(i)])
                     outputs[i] = None
-                else:
-                    continue
-                rss.append(resident_bytes())
-                progress(1)
-        while engine.has_unfinished_requests():
-            engine.step()
+                    ended.append((i, None))
+            rss += [resident_bytes()] * len(ended)
+            progress(len(ended))
+            step += 1
         llm.generate({"prompt_token_ids": [1]}, SamplingParams(max_tokens=1), use_tqdm=False)  # the worker forgets
     finally:
         Scheduler._preempt_request = preempt
@@ -107,7 +107,7 @@ def run_vllm(requests: list[dict[str, Any]], k: int, progress: Any) -> dict[str,
     core.scheduler.reset_prefix_cache()
     pool = core.scheduler.kv_cache_manager.block_pool
     return {
-        "outputs": [outputs[i] for i in range(len(requests))],
+        "outputs": outputs,
         "preemptions": len(preemptions),
         "held_blocks": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
         "remembered": max(0, len(runner.sequences) - 1),
@@ -141,7 +141,7 @@ def soak(num_requests: int, k: int, seed: int, progress: Any = lambda count: Non
     found = run_vllm(requests, k, progress)
     expected = expected_outputs(requests)
     outputs = found.pop("outputs")
-    compared = [(got, wanted) for got, wanted in zip(outputs, expected, strict=True) if got is not None]
+    compared = [(got, expected[i]) for i, got in outputs.items() if got is not None]
     return {
         "requests": num_requests,
         "aborted": len(outputs) - len(compared),

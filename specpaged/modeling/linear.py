@@ -15,6 +15,7 @@ from specpaged_kernels.cpu import linear as cpu_linear
 SMALL_WEIGHT = 2**19
 # Up to this many weights numerics="fast" keeps the plain weight, for many rows, beside the packed one.
 TWO_COPIES_WEIGHT = 2**24
+OWN_KERNELS = {"cpp", "triton"}  # of a backend or a LinearScheme: an output is a function of its row and column alone
 CPP_ROWS = 96  # up to which our C++ kernel is ahead of the stock one
 
 

@@ -14,6 +14,7 @@ from specpaged.modeling.checkpoint import check_local_checkpoint, first_line
 from specpaged.modeling.exact import ExactLinears
 from specpaged.modeling.families import check_config
 from specpaged.modeling.flat.source import FlatSource
+from specpaged.modeling.linear import OWN_KERNELS, RowExactLinear
 from specpaged.modeling.loaded_model import LoadedModel, held_bytes
 from specpaged.modeling.numerics import InexactError, choose_attention_scheme, fast_attention_scheme
 from specpaged.modeling.self_check import check_against_eager, check_rows
@@ -94,10 +95,11 @@ def load_model(
             **facts,
         )
     if shard is not None:
-        loaded.numerics_scheme += f"; rank {shard.rank} of {shard.size}"
-        loaded.numerics_scheme += (
-            ", the bits of one" if backend in ("cpp", "triton") else ", bits differ from those of one"
-        )
+        # Other kernels choose how to add up by a matrix's shape, which splitting changes.
+        kernels = {module.scheme.kernel for module in loaded.decoder.modules() if isinstance(module, RowExactLinear)}
+        is_ours = loaded.exact and backend in OWN_KERNELS and kernels <= OWN_KERNELS
+        bits = "the bits of one" if is_ours else "bits differ from those of one"
+        loaded.numerics_scheme += f"; rank {shard.rank} of {shard.size}, {bits}"
     if loaded.implementation == "transformers":
         check_against_eager(loaded, block_size)
     if loaded.exact:

@@ -23,7 +23,10 @@ class TokenLogprobs(NamedTuple):
 
 
 def token_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
-    """[M, V] fp32 and M token ids -> M TokenLogprobs with `num_top` entries in `top` (-1: the whole vocabulary)."""
+    """[M, V] fp32 and M token ids -> M TokenLogprobs with `num_top` entries in `top` (-1: the whole vocabulary).
+
+    A token id of V or more, as a prompt may hold where an embedding is padded, has a log-probability of -inf.
+    """
     vocab_size = logits.shape[1]
     num_top = vocab_size if num_top < 0 else min(num_top, vocab_size)
     rows = max(1, _CHUNK_ELEMENTS // vocab_size)
@@ -31,7 +34,8 @@ def token_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: int) -> li
     for start in range(0, len(token_ids), rows):
         logprobs = log_softmax_fp32(logits[start : start + rows])
         ids = token_ids[start : start + rows]
-        chosen = logprobs.gather(1, torch.tensor(ids, device=logits.device).unsqueeze(-1))
+        column = torch.tensor(ids, device=logits.device).unsqueeze(-1)
+        chosen = logprobs.gather(1, column.clamp(max=vocab_size - 1)).masked_fill_(column >= vocab_size, float("-inf"))
         ranks = (logprobs >= chosen).sum(dim=-1).tolist()
         for row, token_id, logprob, rank in zip(logprobs, ids, chosen.squeeze(-1).tolist(), ranks, strict=True):
             result.append(TokenLogprobs(token_id, logprob, rank, _top(row, num_top)))

@@ -11,6 +11,7 @@ from vllm.v1.sample.logits_processor.interface import LogitsProcessor
 
 from specpaged.request import validate_num_speculative_tokens
 from specpaged.vllm_plugin import WORKER_CLS
+from specpaged.vllm_plugin.arguments import check_arguments
 from specpaged.vllm_plugin.compat import check_version
 from specpaged.vllm_plugin.params import translated
 
@@ -71,27 +72,27 @@ def entry_for(config: VllmConfig) -> str:
 
 def check_is_in(config: VllmConfig) -> None:
     """Raises RuntimeError where requests would reach the worker unchecked: one of them could end the engine."""
-    entry = entry_for(config)
-    if entry not in map(str, config.model_config.logits_processors or ()):
+    if entry_for(config) not in (config.model_config.logits_processors or ()):
         raise RuntimeError(
-            "specpaged's vLLM plugin was not loaded, and would have checked requests: is specpaged installed here, and "
-            f"named in VLLM_PLUGINS if that is set? Or add --logits-processors {entry}"
+            "specpaged's vLLM plugin was not loaded, and would have checked arguments and requests: is specpaged "
+            "installed here, and named in VLLM_PLUGINS if that is set?"
         )
 
 
 def add_to_configurations() -> None:
-    """From here on a configuration that names our worker names our check, as if `--logits-processors` had."""
+    """From here on arguments that name our worker are checked, and their configuration names our check of requests."""
     original = EngineArgs.create_engine_config
     if hasattr(original, "adds_admission"):
         return
 
     @functools.wraps(original)
     def create_engine_config(self: EngineArgs, *arguments: Any, **options: Any) -> VllmConfig:
+        if self.worker_cls != WORKER_CLS:
+            return original(self, *arguments, **options)
+        check_version(vllm.__version__)
+        check_arguments(self)
         config = original(self, *arguments, **options)
-        if config.parallel_config.worker_cls == WORKER_CLS:
-            check_version(vllm.__version__)
-            given = config.model_config.logits_processors or ()
-            config.model_config.logits_processors = [*given, entry_for(config)]
+        config.model_config.logits_processors = [entry_for(config)]
         return config
 
     create_engine_config.adds_admission = True

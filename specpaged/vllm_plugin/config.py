@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from importlib.metadata import entry_points
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -39,6 +40,12 @@ def engine_config(vllm_config: VllmConfig, device: str) -> EngineConfig:
     given = options(vllm_config.additional_config)
     model, scheduler, cache = vllm_config.model_config, vllm_config.scheduler_config, vllm_config.cache_config
     draft_numerics = given.pop("draft_numerics", None)
+    has_draft = vllm_config.speculative_config is not None and vllm_config.speculative_config.method == "draft_model"
+    if draft_numerics is not None and not has_draft:
+        raise ValueError(
+            f"--additional-config specpaged['draft_numerics']={draft_numerics!r} needs a speculative_config with the "
+            "method draft_model"
+        )
     speculative = None
     asked = vllm_config.speculative_config
     if asked is not None:
@@ -85,50 +92,18 @@ def options(additional_config: Any) -> dict[str, str]:
 
 
 def _refusals(config: VllmConfig) -> Iterator[str]:
-    model, parallel, cache = config.model_config, config.parallel_config, config.cache_config
-    speculative = config.speculative_config
-    off: list[tuple[str, Any, Any]] = [
-        ("--pipeline-parallel-size", parallel.pipeline_parallel_size, 1),
-        ("--decode-context-parallel-size", parallel.decode_context_parallel_size, 1),
-        ("--prefill-context-parallel-size", parallel.prefill_context_parallel_size, 1),
-        ("--enable-expert-parallel", parallel.enable_expert_parallel, False),
-        ("--enable-lora", config.lora_config is not None, False),
-        ("--kv-transfer-config", config.kv_transfer_config is not None, False),
-        ("--ec-transfer-config", config.ec_transfer_config is not None, False),
-        ("--watermark-config", config.watermark_config is not None, False),
-        ("--quantization", model.quantization, None),
-        ("--kv-cache-dtype", cache.cache_dtype, "auto"),
-        ("--runner", model.runner_type, "generate"),
-        ("--enable-sleep-mode", model.enable_sleep_mode, False),
-        ("--enable-prompt-embeds", model.enable_prompt_embeds, False),
-        ("--logprobs-mode", model.logprobs_mode, "raw_logprobs"),
-        ("--return-sampling-mask", model.return_sampling_mask, False),
-        ("--enable-trace-replay", model.enable_trace_replay, False),
-        ("--hf-overrides", model.hf_overrides or {}, {}),
-        ("--hf-config-path", model.hf_config_path, None),
-        ("--revision", model.revision, None),
-    ]
-    if speculative is not None:
-        off += [
-            ("speculative_config parallel_drafting", speculative.parallel_drafting, False),
-            ("speculative_config use_heterogeneous_vocab", speculative.use_heterogeneous_vocab, False),
-            ("speculative_config rejection_sample_method", speculative.rejection_sample_method, "standard"),
-            ("speculative_config enable_adaptive_verification", speculative.enable_adaptive_verification, False),
-            ("speculative_config quantization", speculative.quantization, None),
-            ("speculative_config revision", speculative.revision, None),
-        ]
-    for name, value, allowed in off:
-        if value != allowed:
-            yield f"{name}={value!r} is not supported (allowed: {allowed!r})"
+    """What `check_arguments` cannot see: what comes of a checkpoint, or stands for several arguments."""
+    model, speculative = config.model_config, config.speculative_config
+    load_format = config.load_config.load_format
     for name, value, choices in (
-        (
-            "--load-format",
-            str(getattr(config.load_config.load_format, "value", config.load_config.load_format)),
-            LOAD_FORMATS,
-        ),
+        ("--load-format", str(getattr(load_format, "value", load_format)), LOAD_FORMATS),
+        ("--runner", model.runner_type, ("generate",)),
+        ("the checkpoint's quantization", model.quantization, (None,)),
         ("speculative_config method", speculative.method if speculative is not None else METHODS[0], METHODS),
     ):
         if value not in choices:
-            yield f"{name}={value!r} is not supported (allowed: {', '.join(choices)})"
+            yield f"{name}={value!r} is not supported (allowed: {', '.join(map(str, choices))})"
     if model.is_multimodal_model:
         yield f"the multimodal model {model.model!r} is not supported (allowed: text models)"
+    for plugin in entry_points(group="vllm.logits_processors"):
+        yield f"the logits processor {plugin.value!r} of an installed package is not supported (allowed: none)"

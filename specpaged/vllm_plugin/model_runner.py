@@ -6,6 +6,7 @@ says stays with `Sequences`; what a step returns is `outputs`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -63,6 +64,7 @@ class SpecPagedModelRunner:
         vocab_size: int,
         fills_cached_blocks: bool,
         metrics_export: MetricsExport | None = None,
+        agree: Callable[[list[list[int]]], list[list[int]]] = lambda drafts: drafts,
     ):
         self.target = target
         self.drafter = drafter
@@ -71,6 +73,7 @@ class SpecPagedModelRunner:
         self.fills_cached_blocks = fills_cached_blocks  # the draft runs whatever may be shared
         self.metrics = EngineMetrics()
         self.metrics_export = metrics_export
+        self.agree = agree  # on drafts, among ranks that verify them together
         backend = target.model.backend
         self.verifier = get_verifier("coupled", backend)
         self.sampling_batch = get_sampling_batch(backend)
@@ -133,6 +136,7 @@ class SpecPagedModelRunner:
             step.sampling.requests,
             {request_id: i for i, request_id in enumerate(sampled)},
             {request_id: len(draft) for request_id, draft in scheduled.items()},
+            1 + self.sequences.max_draft_tokens,
             grammar,
         )
         return replace(step, logits=logits, drafts=drafts, sampling=self._sampling(requests))
@@ -167,7 +171,7 @@ class SpecPagedModelRunner:
                 verified.token_ids[i].append(token_id)
                 num_nans[sequence.request_id] = 1
                 if verified.logprobs[i] is not None:
-                    verified.logprobs[i].append(TokenLogprobs(token_id, float("nan"), 1, []))
+                    verified.logprobs[i].append(TokenLogprobs(token_id, float("-inf"), 1, []))
                 logger.error(
                     "request %s: the logits of output token %d hold NaN or allow no token; it gets token %d",
                     sequence.request_id,
@@ -225,7 +229,7 @@ class SpecPagedModelRunner:
         draft = self.drafter.propose(rows, sampling, len(drafting)) if rows else DraftOutput.empty(0)
         for entry in step.entries:
             self.sequences.drafts.pop(entry.sequence, None)
-        self.sequences.drafts.update(zip(drafting, draft.token_ids, strict=True))
+        self.sequences.drafts.update(zip(drafting, self.agree(draft.token_ids), strict=True))
         self._proposed = [entry.sequence for entry in step.entries]
 
     def _draft_row(self, entry: ScheduledSequence, k: int, request_idx: int) -> DraftRow | None:
@@ -251,10 +255,12 @@ class SpecPagedModelRunner:
         token_ids = [next(outputs) if entry.samples else [] for entry in step.entries]
         of_tokens = [next(logprobs) if entry.samples else None for entry in step.entries]
         prompt_logprobs = {}
-        for sequence in step.prompt_logits:
-            collected = sequence.prompt_logprobs
-            if len(collected) == sequence.num_prompt_tokens:
-                prompt_logprobs[sequence.request_id] = prompt_logprobs_tensors(collected[1:])
+        for entry in step.entries:
+            sequence = entry.sequence
+            if entry.samples and sequence in self.sequences.owes_prompt_logprobs:
+                self.sequences.owes_prompt_logprobs.discard(sequence)
+                if sequence.prompt_logprobs is not None:  # a single token has none
+                    prompt_logprobs[sequence.request_id] = prompt_logprobs_tensors(sequence.prompt_logprobs[1:])
         request_ids = [entry.sequence.request_id for entry in step.entries]
         return ModelRunnerOutput(
             req_ids=request_ids,

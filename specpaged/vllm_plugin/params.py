@@ -59,9 +59,15 @@ def translated(params: VllmSamplingParams) -> SamplingParams:
         value = getattr(params, name)
         if name == "watermarking":  # True by default where vLLM was configured for it, which the worker refuses
             continue
+        if name == "prompt_logprob_token_ids" and value is not None:
+            value = list(value)  # vLLM makes an array of it, which does not compare
         if value != getattr(defaults, name):
             raise ValueError(
                 f"{name}={value!r} is not supported by specpaged's worker; allowed: {getattr(defaults, name)!r}"
             )
+    if params.prompt_logprobs is not None and params.skip_reading_prefix_cache is False:
+        raise ValueError(
+            "skip_reading_prefix_cache=False is not supported by specpaged's worker with prompt_logprobs; allowed: True"
+        )
     arguments = {name: getattr(params, name) for name in _OURS}
     return SamplingParams(**arguments)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from specpaged.paging.block_allocator import IntegrityError
@@ -19,6 +20,7 @@ from specpaged.sequence import Sequence, derived_seed
 from specpaged.vllm_plugin.params import translated
 
 if TYPE_CHECKING:
+    from vllm.sampling_params import SamplingParams as VllmSamplingParams
     from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
 PLACEHOLDER_TOKEN_ID = -1  # what vLLM puts where it does not know a draft token
@@ -35,16 +37,23 @@ class Sequences:
         num_pools: int,
         max_model_len: int,
         max_draft_tokens: int,
+        vocab_size: int,
         seed: int,
+        engine: int = 0,
+        num_engines: int = 1,
     ):
         self.num_blocks = num_blocks  # ids are 1 .. num_blocks
         self.block_size = block_size
         self.num_pools = num_pools
         self.max_model_len = max_model_len
         self.max_draft_tokens = max_draft_tokens
+        self.vocab_size = vocab_size
         self.seed = seed
+        self.engine = engine  # of num_engines that decode side by side, and do not draw the same
+        self.num_engines = num_engines
         self.drafts: dict[Sequence, list[int]] = {}
         self.has_grammar: set[Sequence] = set()
+        self.owes_prompt_logprobs: set[Sequence] = set()  # vLLM takes them with an output token, once and whole
         self._sequences: dict[str, Sequence] = {}
         self._num_seeds_derived = 0
 
@@ -61,9 +70,12 @@ class Sequences:
             self._forget(request_id)
         for new in scheduled.scheduled_new_reqs:
             token_ids = new.prefill_token_ids or new.prompt_token_ids
-            if new.req_id not in self._sequences:
-                self._sequences[new.req_id] = self._new(new)
-            # Otherwise it is back from a preemption, as vLLM's second model runner is told.
+            known = self._sequences.get(new.req_id)
+            # A known one is back from a preemption, as vLLM's second model runner is told, or a session whose next
+            # input has come: its prompt has grown by that, and by what was its output.
+            if known is None or len(new.prompt_token_ids) != known.num_prompt_tokens:
+                self._forget(new.req_id)
+                self._sequences[new.req_id] = self._new(new, known)
             self._restart(new.req_id, token_ids, new.block_ids[0], new.num_computed_tokens)
         cached = scheduled.scheduled_cached_reqs
         for i, request_id in enumerate(cached.req_ids):
@@ -82,10 +94,12 @@ class Sequences:
                 drafts.append(draft)
         return entries, drafts
 
-    def _new(self, new: NewRequestData) -> Sequence:
+    def _new(self, new: NewRequestData, earlier: Sequence | None) -> Sequence:
         given = new.sampling_params
         params = translated(given)
-        seed = params.seed if params.seed is not None else self._derive_seed()
+        seed = params.seed
+        if seed is None:
+            seed = earlier.seed if earlier is not None else self._derive_seed()
         asked = params.num_speculative_tokens
         sequence = Sequence(
             new.req_id,
@@ -95,11 +109,31 @@ class Sequences:
             LeasedPageTable(self.num_blocks, self.block_size, self.num_pools),
             self.max_draft_tokens if asked is None else asked,
         )
-        bad_words_ids = given.bad_words_token_ids or ()
-        sequence.sampling_request = SamplingRequest.of(sequence, given.all_stop_token_ids, bad_words_ids)
+        sequence.sampling_request = self._sampling_request(sequence, given)
+        if params.prompt_logprobs is not None:
+            self.owes_prompt_logprobs.add(sequence)
         if given.structured_outputs is not None:
             self.has_grammar.add(sequence)
         return sequence
+
+    def _sampling_request(self, sequence: Sequence, given: VllmSamplingParams) -> SamplingRequest:
+        """Without token ids that no logits speak of: an embedding may be padded beyond the tokenizer's end."""
+
+        def exists(token_id: int) -> bool:
+            return token_id < self.vocab_size
+
+        params = sequence.params
+        if params.logit_bias:
+            bias = {token_id: value for token_id, value in params.logit_bias.items() if exists(token_id)}
+            params = replace(params, logit_bias=bias)
+        if params.allowed_token_ids is not None:
+            params = replace(params, allowed_token_ids=tuple(filter(exists, params.allowed_token_ids)))
+        bad_words_ids = [ids for ids in given.bad_words_token_ids or () if all(map(exists, ids))]
+        request = SamplingRequest.of(sequence, filter(exists, given.all_stop_token_ids), bad_words_ids)
+        prompt_token_ids = request.prompt_token_ids
+        if not all(map(exists, prompt_token_ids)):
+            prompt_token_ids = list(filter(exists, prompt_token_ids))
+        return replace(request, params=params, prompt_token_ids=prompt_token_ids)
 
     def _restart(self, request_id: str, token_ids: SequenceOf[int], blocks: SequenceOf[int], num_tokens: int) -> None:
         """These tokens, these blocks, and valid KV of so many: whoever filled a cached block did so in every pool."""
@@ -114,6 +148,7 @@ class Sequences:
         if sequence is not None:
             self.drafts.pop(sequence, None)
             self.has_grammar.discard(sequence)
+            self.owes_prompt_logprobs.discard(sequence)
 
     def _entry(
         self, sequence: Sequence, num_new_tokens: int, given: SequenceOf[int]
@@ -133,23 +168,21 @@ class Sequences:
     def num_useful_draft_tokens(self, sequence: Sequence, token_ids: SequenceOf[int]) -> int:
         """Drafts that could be emitted behind `token_ids`, its newest output: none if vLLM is about to end it.
 
-        Their KV, but the last one's, is to fit into the blocks that are there.
+        The draft's KV of them, but the last one's, is to fit into the blocks that are there.
         """
         params, num_outputs = sequence.params, len(sequence.output_token_ids)
         stop_ids = params.stop_token_ids if params.ignore_eos else sequence.sampling_request.stop_ids
         for i, token_id in enumerate(token_ids, num_outputs - len(token_ids) + 1):
             if token_id in stop_ids and i >= params.min_tokens:
                 return 0
-        return min(
-            sequence.max_draft_tokens,
-            params.max_tokens - num_outputs - 1,
-            self.max_model_len - sequence.num_tokens - 1,
-            sequence.page_table.capacity - sequence.num_tokens + 1,
-        )
+        room = self.max_model_len - sequence.num_tokens - 1
+        if self.num_pools > 1:
+            room = min(room, sequence.page_table.capacity - sequence.num_tokens + 1)
+        return min(sequence.max_draft_tokens, params.max_tokens - num_outputs - 1, room)
 
     def _derive_seed(self) -> int:
         self._num_seeds_derived += 1
-        return derived_seed(self.seed, self._num_seeds_derived - 1)
+        return derived_seed(self.seed, (self._num_seeds_derived - 1) * self.num_engines + self.engine)
 
     def check_integrity(self) -> None:
         """Every page table is sound; what is kept of a sequence is kept of one that is here."""
@@ -157,7 +190,7 @@ class Sequences:
             sequence.page_table.check_integrity()
             if max(sequence.page_table.context_lens) > sequence.num_tokens + self.max_draft_tokens:
                 raise IntegrityError(f"{sequence!r} has KV of more tokens than it has")
-        strangers = (self.has_grammar | set(self.drafts)) - set(self)
+        strangers = (self.has_grammar | self.owes_prompt_logprobs | set(self.drafts)) - set(self)
         if strangers:
             raise IntegrityError(f"{strangers} have ended, and are still remembered")
 

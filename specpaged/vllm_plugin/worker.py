@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import psutil
@@ -10,6 +11,7 @@ import torch
 import vllm
 from vllm.distributed import ensure_model_parallel_initialized, get_tp_group, init_distributed_environment
 from vllm.logger import init_logger
+from vllm.platforms.interface import set_assigned_physical_gpu_ids
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
@@ -62,14 +64,29 @@ class SpecPagedWorker(WorkerBase):
         """See WorkerBase."""
         kind = self.current_platform.device_type
         if kind == "cuda":
-            parallel = self.vllm_config.parallel_config
-            index = self.local_rank + (parallel.data_parallel_rank_local or 0) * parallel.world_size
-            self.device = torch.device("cuda", index)
+            self.device = torch.device("cuda", self._device_index())
             torch.cuda.set_device(self.device)
+            self.free_bytes = torch.cuda.mem_get_info(self.device)[0]
         else:
             self.device = torch.device(kind)
         self.engine_config = engine_config(self.vllm_config, str(self.device))
         self.shard = self._shard()
+
+    def _device_index(self) -> int:
+        """As vLLM's own worker: engines side by side share a machine's devices, of which `--device-ids` names some."""
+        parallel = self.vllm_config.parallel_config
+        rank = self.local_rank
+        if (
+            parallel.distributed_executor_backend not in ("ray", "external_launcher")
+            and parallel.data_parallel_backend != "ray"
+            and parallel.nnodes_within_dp == 1
+        ):
+            engine = parallel.data_parallel_rank_local
+            engine = parallel.data_parallel_index if engine is None else engine
+            rank += engine * parallel.tensor_parallel_size
+        if parallel.assigned_physical_gpu_ids is not None:
+            set_assigned_physical_gpu_ids(parallel.assigned_physical_gpu_ids)
+        return self.current_platform.logical_device_id_to_visible_device_id(rank)
 
     def _shard(self) -> Shard | None:
         """This rank's part of the target, under tensor parallelism: vLLM's groups gather what the ranks compute."""
@@ -122,7 +139,10 @@ class SpecPagedWorker(WorkerBase):
         return max(0, min(budget, memory.available))
 
     def _free_device_memory(self, fraction: float) -> int:
-        """What is left of the fraction beside the models and their largest step; captured passes keep theirs."""
+        """What is left of the fraction beside our models and their largest step; captured passes keep theirs.
+
+        As vLLM counts: the fraction is this engine's, whatever else is on the device.
+        """
         before = torch.cuda.memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         run_largest_step(self.pair, self.engine_config)
@@ -131,16 +151,23 @@ class SpecPagedWorker(WorkerBase):
             step *= 2
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.device)
-        return max(0, int(total * fraction) - (total - free) - step)
+        asked = int(total * fraction)
+        if asked > self.free_bytes:
+            raise ValueError(
+                f"gpu_memory_utilization={fraction} asks for {asked} bytes; allowed: what was free, {self.free_bytes}"
+            )
+        return max(0, asked - (self.free_bytes - free) - step)
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         """See WorkerBase."""
         (group,) = kv_cache_config.kv_cache_groups
         block_size = group.kv_cache_spec.block_size
         num_blocks = kv_cache_config.num_blocks - 1  # without the null block
-        config, pair = self.engine_config, self.pair
+        config, pair, parallel = self.engine_config, self.pair, self.vllm_config.parallel_config
         caches = [PagedKVCache(m.kv_spec, num_blocks, block_size, m.dtype, m.device) for m in pair.models]
-        target, *drafts = pair.runners(caches, config.max_model_len, config.enforce_eager)
+        # A rank that could not capture a pass would leave the others waiting in theirs.
+        enforce_eager = config.enforce_eager or self.shard is not None
+        target, *drafts = pair.runners(caches, config.max_model_len, enforce_eager)
         # Tokens of one step are in one pass: a request may find blocks in the cache that another one fills in it.
         num_tokens = config.max_num_batched_tokens + config.max_num_seqs
         drafter = get_drafter(config.speculative_config, drafts[0] if drafts else None, pair.vocab_size, num_tokens)
@@ -151,7 +178,10 @@ class SpecPagedWorker(WorkerBase):
             num_pools=len(caches),
             max_model_len=config.max_model_len,
             max_draft_tokens=speculative.max_draft_tokens if speculative else 0,
+            vocab_size=pair.vocab_size,
             seed=config.seed,
+            engine=parallel.data_parallel_index,
+            num_engines=parallel.data_parallel_size,
         )
         self.model_runner = SpecPagedModelRunner(
             target,
@@ -159,11 +189,15 @@ class SpecPagedWorker(WorkerBase):
             sequences,
             pair.vocab_size,
             fills_cached_blocks=config.enable_prefix_caching,
-            metrics_export=MetricsExport(self.vllm_config.parallel_config.data_parallel_index)
-            if self.is_driver_worker
-            else None,
+            metrics_export=MetricsExport(parallel.data_parallel_index) if self.is_driver_worker else None,
+            # Each rank runs the whole draft, and quick kernels may differ in a bit.
+            **({"agree": get_tp_group().broadcast_object} if self.shard is not None else {}),
         )
         logger.info("%s", StartupReport.of(config, target, drafts[0] if drafts else None))
+
+    def update_max_model_len(self, max_model_len: int) -> None:
+        """Fewer tokens than were asked for, where the KV memory holds no more."""
+        self.engine_config = replace(self.engine_config, max_model_len=max_model_len)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         """Nothing to compile: kernels were built, and checked, in loading."""
@@ -185,6 +219,9 @@ class SpecPagedWorker(WorkerBase):
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         """The drafts that the scheduler may have verified."""
         return self.model_runner.take_drafts()
+
+    def execute_dummy_batch(self) -> None:
+        """Beside engines that decode, of a model with experts: ours do not wait for each other."""
 
     def get_model(self) -> torch.nn.Module:
         """The target's decoder."""

@@ -94,3 +94,6 @@ def test_a_rank_holds_its_part_of_the_kv_and_says_whose_bits_it_has(toy_path, to
     assert torch.equal(logits(alone), logits(whole))
     assert alone.kv_spec == whole.kv_spec
     assert "rank 0 of 1, the bits of one" in alone.numerics_scheme
+    for arguments in ({"attention_backend": "torch"}, {"attention_backend": "cpp", "numerics": "fast"}):
+        other = load_model(toy_path("llama"), max_model_len=64, shard=ranks.shard(0), **arguments)
+        assert "rank 0 of 1, bits differ from those of one" in other.numerics_scheme

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make install-vllm")
@@ -50,21 +51,62 @@ def test_what_vllm_was_told_reaches_our_parts():
     ("arguments", "message"),
     [
         ({"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}, "--pipeline-parallel-size=2 is not"),
-        ({"load_format": "dummy"}, r"--load-format='dummy' is not supported \(allowed: auto, hf, safetensors\)"),
         ({"logprobs_mode": "processed_logprobs"}, "--logprobs-mode='processed_logprobs' is not supported"),
         ({"hf_overrides": {"rope_theta": 1.0}}, "--hf-overrides={'rope_theta': 1.0} is not supported"),
-        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype='fp8' is not supported"),
+        ({"kv_cache_dtype": "fp8"}, r"--kv-cache-dtype='fp8' is not supported .* \(allowed: 'auto'\)"),
+        ({"attention_backend": "FLASH_ATTN"}, "--attention-backend=.*FLASH_ATTN.* is not supported"),
+        ({"compilation_config": 3}, "--compilation-config=.* is not supported"),
+        ({"cpu_offload_gb": 2.0}, "--cpu-offload-gb=2.0 is not supported"),
+        ({"tokenizer": EMBEDDED_DRAFT}, "--tokenizer=.* is not supported"),
+        ({"logits_processors": ["a.b:C"]}, r"--logits-processors=\['a.b:C'\] is not supported"),
+        ({"enable_lora": True}, "--enable-lora=True is not supported"),
+        (
+            {"speculative_config": DRAFT | {"draft_tensor_parallel_size": 1}},
+            "--speculative-config draft_tensor_parallel_size=1 is not supported .* method, model, num_spec",
+        ),
+    ],
+    ids=str,
+)
+def test_arguments_that_the_worker_would_not_heed_are_refused_by_name(arguments, message):
+    register()
+    with pytest.raises(ValueError, match=message):
+        vllm_config(worker_cls=WORKER_CLS, **arguments)
+
+
+def test_arguments_at_their_defaults_pass():
+    register()
+    vllm_config(worker_cls=WORKER_CLS, tokenizer=None, compilation_config={}, kv_cache_dtype="auto", hf_overrides={})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"load_format": "dummy"}, r"--load-format='dummy' is not supported \(allowed: auto, hf, safetensors\)"),
         ({"additional_config": {"specpaged": {"numeric": 1}}}, "specpaged has no key 'numeric'; allowed: numerics,"),
         (
             {"additional_config": {"specpaged": {"numerics": "exakt"}}},
             r"specpaged\['numerics'\]='exakt' is not known; allowed: 'exact', 'fast'",
         ),
+        (
+            {"additional_config": {"specpaged": {"draft_numerics": "fast"}}},
+            r"specpaged\['draft_numerics'\]='fast' needs a speculative_config",
+        ),
     ],
     ids=str,
 )
-def test_what_is_not_supported_is_refused_by_name(arguments, message):
+def test_what_the_worker_cannot_do_is_refused_by_name(arguments, message):
     config = vllm_config(**arguments)
     with pytest.raises(ValueError, match=message):
+        engine_config(config, "cpu")
+
+
+def test_logits_processors_of_other_packages_are_refused(monkeypatch):
+    class Plugin:
+        value = "a.b:C"
+
+    config = vllm_config()
+    monkeypatch.setattr("specpaged.vllm_plugin.config.entry_points", lambda group: [Plugin])
+    with pytest.raises(ValueError, match=r"the logits processor 'a\.b:C' of an installed package is not supported"):
         engine_config(config, "cpu")
 
 
@@ -79,7 +121,7 @@ def test_our_check_stands_in_configurations_that_name_our_worker_and_in_no_other
     assert vllm_config(worker_cls=WORKER_CLS).model_config.logits_processors == [name]
     admission.check_is_in(vllm_config(worker_cls=WORKER_CLS))
     assert not vllm_config().model_config.logits_processors
-    with pytest.raises(RuntimeError, match=f"add --logits-processors {name}"):
+    with pytest.raises(RuntimeError, match="specpaged's vLLM plugin was not loaded"):
         admission.check_is_in(vllm_config())
 
 
@@ -115,6 +157,10 @@ def test_every_parameter_of_vllm_is_translated_left_to_vllm_or_refused():
     }.items():
         with pytest.raises(ValueError, match=f"{name}=.* is not supported by specpaged's worker; allowed: "):
             translated(SamplingParams(**{name: value}))
+    with pytest.raises(ValueError, match=r"prompt_logprob_token_ids=.* is not supported by specpaged's worker"):
+        translated(SamplingParams(prompt_logprob_token_ids=np.array([1, 2])))
+    with pytest.raises(ValueError, match="skip_reading_prefix_cache=False is not supported"):
+        translated(SamplingParams(prompt_logprobs=1, skip_reading_prefix_cache=False))
     with pytest.raises(ValueError, match="extra_args has the key 'best_of'"):
         translated(SamplingParams(extra_args={"best_of": 2}))
     ours = translated(SamplingParams(temperature=0.5, top_k=-1, seed=3, stop=["x"], bad_words=["y"], logit_bias={3: 1}))

@@ -53,9 +53,9 @@ def test_the_largest_step_takes_both_models_through_all_tokens(pair, monkeypatch
     assert seen == [(model.kv_spec, num_tokens, num_logits) for model in (pair.draft, pair.target)]
 
 
-@pytest.mark.parametrize(("enforce_eager", "expected"), [(True, 900 - 350 - 70), (False, 900 - 350 - 140)])
+@pytest.mark.parametrize(("enforce_eager", "expected"), [(True, 800 - 250 - 70), (False, 800 - 250 - 140)])
 def test_kv_gets_what_the_largest_step_leaves_of_the_fraction(monkeypatch, enforce_eager, expected):
-    """Of 1000 bytes 350 are taken after loading, 200 of them by us, and a step rises to 270."""
+    """Of 1000 bytes 100 are another's; ours are 250 after loading, 200 of them in tensors; a step rises to 270."""
     allocated = {"peak": 0}
 
     def step(pair, config):
@@ -69,4 +69,7 @@ def test_kv_gets_what_the_largest_step_leaves_of_the_fraction(monkeypatch, enfor
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (650, 1000))
     ours = SpecPagedWorker.__new__(SpecPagedWorker)
     ours.pair, ours.device, ours.engine_config = None, torch.device("cuda", 0), config(enforce_eager=enforce_eager)
-    assert ours._free_device_memory(0.9) == expected
+    ours.free_bytes = 900
+    assert ours._free_device_memory(0.8) == expected
+    with pytest.raises(ValueError, match=r"gpu_memory_utilization=0\.95 asks for 950 bytes; allowed: .* 900"):
+        ours._free_device_memory(0.95)

@@ -6,6 +6,7 @@ import pytest
 
 vllm = pytest.importorskip("vllm", reason="vLLM is not installed: make install-vllm")
 
+from vllm.sampling_params import StructuredOutputsParams  # noqa: E402
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler  # noqa: E402
 from vllm.v1.core.sched.scheduler import Scheduler  # noqa: E402
 
@@ -20,8 +21,12 @@ from tests.vllm_plugin.serving import PROMPTS, check_nothing_is_held, core, toke
     ids=str,
 )
 def test_outputs_are_those_under_the_first_one(make_vllm, monkeypatch, request, is_async, k, arguments):
+    grammar = StructuredOutputsParams(regex="[a-z]{12}")
     params = [
-        vllm.SamplingParams(max_tokens=40, temperature=0.8 * (i % 2), seed=i, logprobs=1) for i in range(len(PROMPTS))
+        vllm.SamplingParams(
+            max_tokens=40, temperature=0.8 * (i % 2), seed=i, logprobs=1, structured_outputs=grammar if i < 3 else None
+        )
+        for i in range(len(PROMPTS))
     ]
     expected = make_vllm(k).generate(PROMPTS, params, use_tqdm=False)
     request.getfixturevalue("second_model_runner")

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
+import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make install-vllm")
 
@@ -10,14 +14,24 @@ from vllm import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 from specpaged.paging.page_table import DRAFT, TARGET
+from specpaged.sampling.logprobs import token_logprobs
+from specpaged.sampling.processors import Row, process_rows
 from specpaged.vllm_plugin.sequences import Sequences
 
 K = 2
+VOCAB_SIZE = 100
 
 
-def make_sequences(num_blocks=7, block_size=16):
+def make_sequences(num_blocks=7, block_size=16, **arguments):
     return Sequences(
-        num_blocks=num_blocks, block_size=block_size, num_pools=2, max_model_len=512, max_draft_tokens=K, seed=0
+        num_blocks=num_blocks,
+        block_size=block_size,
+        num_pools=2,
+        max_model_len=512,
+        max_draft_tokens=K,
+        vocab_size=VOCAB_SIZE,
+        seed=0,
+        **arguments,
     )
 
 
@@ -167,3 +181,56 @@ def test_nothing_is_drafted_for_who_is_about_to_end(params, newest, expected):
     (entry,), _ = step(sequences, [new("A", range(20), [1, 2], **params)], counts={"A": 20})
     run(entry, newest)
     assert max(0, min(K, sequences.num_useful_draft_tokens(entry.sequence, newest))) == expected
+
+
+def test_token_ids_that_no_logits_speak_of_are_not_asked_for():
+    """An embedding is padded beyond the tokenizer's end, and vLLM checks ids against the embedding."""
+    sequences, beyond = make_sequences(), VOCAB_SIZE + 3
+    params = {
+        "logit_bias": {5: 1.0, beyond: 2.0},
+        "allowed_token_ids": [5, 6, beyond],
+        "stop_token_ids": [6, beyond],
+        "prompt_logprobs": 1,
+    }
+    (entry,), _ = step(sequences, [new("A", [1, beyond, 3], [1], **params)], counts={"A": 3})
+    request = entry.sequence.sampling_request
+    assert request.params.logit_bias == {5: 1.0}
+    assert request.params.allowed_token_ids == (5, 6)
+    assert request.stop_ids == (6,)
+    assert request.prompt_token_ids == [1, 3]
+    assert entry.sequence.token_ids == [1, beyond, 3]
+    logits = torch.zeros(4, VOCAB_SIZE)
+    for params in ({"repetition_penalty": 1.3}, {"min_tokens": 2}):
+        request = replace(request, params=replace(request.params, **params))
+    rows = [Row(request, [5] * j) for j in range(4)]
+    assert process_rows(logits, rows).shape == logits.shape
+    unknown, known = token_logprobs(logits[:2], [beyond, 3], 1)
+    assert unknown.logprob == float("-inf")
+    assert known.logprob == pytest.approx(-math.log(VOCAB_SIZE))
+
+
+def test_a_sessions_next_input_is_a_prompt_of_its_own():
+    """With a prompt that holds what was the last one and its output; a request back from a preemption goes on."""
+    sequences = make_sequences()
+    (entry,), _ = step(sequences, [new("A", range(20), [1, 2])], counts={"A": 20})
+    run(entry, [7])
+    seed = entry.sequence.seed
+    again = new("A", range(20), [3, 4], 0, [*range(20), 7])
+    (entry,), _ = step(sequences, [again], counts={"A": 21})
+    assert (entry.sequence.num_prompt_tokens, entry.sequence.output_token_ids) == (20, [7])
+    longer = new("A", [*range(20), 7, 8, 9], [3, 4, 5], 20, max_tokens=4)
+    (entry,), _ = step(sequences, [longer], counts={"A": 3})
+    assert (entry.sequence.num_prompt_tokens, entry.sequence.output_token_ids) == (23, [])
+    assert entry.sequence.params.max_tokens == 4
+    assert entry.sequence.seed == seed
+    assert facts(entry) == ("A", 20, 3, 0, True)
+
+
+def test_engines_side_by_side_derive_other_seeds():
+    seeds = []
+    for engine in range(3):
+        sequences = make_sequences(engine=engine, num_engines=3)
+        requests = [new(name, range(9), [i]) for i, name in enumerate("ABC", 1)]
+        entries, _ = step(sequences, requests, counts=dict.fromkeys("ABC", 9))
+        seeds += [entry.sequence.seed for entry in entries]
+    assert len(set(seeds)) == 9

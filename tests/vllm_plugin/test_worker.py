@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import re
+
 import pytest
 
 vllm = pytest.importorskip("vllm", reason="vLLM is not installed: make install-vllm")
 
+from vllm.sampling_params import StructuredOutputsParams  # noqa: E402
 from vllm.v1.core.sched.scheduler import Scheduler  # noqa: E402
 
 import specpaged  # noqa: E402
-from tests.vllm_plugin.serving import PROMPTS, check_nothing_is_held, model_runner, token_ids  # noqa: E402
+from specpaged.config import EMBEDDED_DRAFT  # noqa: E402
+from tests.vllm_plugin.serving import PROMPTS, check_nothing_is_held, core, model_runner, token_ids  # noqa: E402
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
 GREEDY = {"temperature": 0, "max_tokens": 40}
@@ -113,15 +118,102 @@ def test_a_request_chooses_how_many_tokens_are_drafted(make_vllm, standalone):
     assert token_ids(llm.generate(PROMPTS, params, use_tqdm=False)) == standalone
 
 
-@pytest.mark.parametrize("k", [0, 4])
-def test_log_probabilities_are_those_of_the_target(make_vllm, k):
-    """Of the first output token and of the prompt's last one: of one pass each, without drafts before it."""
-    outputs = generate(make_vllm(k), logprobs=2, prompt_logprobs=1, max_tokens=12)
-    expected = generate(make_vllm(0), logprobs=2, prompt_logprobs=1, max_tokens=12)
-    for output, other in zip(outputs, expected, strict=True):
-        assert output.outputs[0].logprobs == other.outputs[0].logprobs
-        assert output.prompt_logprobs == other.prompt_logprobs
+@pytest.mark.parametrize(
+    ("k", "arguments"),
+    [
+        (0, {}),
+        (4, {}),
+        (4, {"max_num_batched_tokens": 16, "max_num_seqs": 4}),  # chunks end anywhere in a prompt
+        (4, {"num_gpu_blocks_override": 36}),
+        (4, {"enable_prefix_caching": True}),
+    ],
+    ids=str,
+)
+def test_log_probabilities_are_those_of_the_projects_own_engine(make_vllm, k, arguments):
+    params = {"temperature": 0, "logprobs": 2, "prompt_logprobs": 1, "max_tokens": 12}
+    plain = specpaged.LLM(max_model_len=512, max_num_seqs=8, speculative_config={"num_speculative_tokens": 0})
+    expected = plain.generate(PROMPTS, specpaged.SamplingParams(**params), use_tqdm=False)
+    for output, other in zip(generate(make_vllm(k, **arguments), **params), expected, strict=True):
+        assert entries(output.outputs[0].logprobs) == entries(other.outputs[0].logprobs)
+        assert entries(output.prompt_logprobs) == entries(other.prompt_logprobs)
         assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
         for token_id, of_token in zip(output.outputs[0].token_ids, output.outputs[0].logprobs, strict=True):
             assert of_token[token_id].rank == 1
             assert len(of_token) == 2
+
+
+def entries(logprobs):
+    """As plain values; None stands where a prompt begins."""
+    return [row and {token_id: (value.logprob, value.rank) for token_id, value in row.items()} for row in logprobs]
+
+
+@pytest.mark.parametrize("k", [0, 4])
+@pytest.mark.parametrize("length", [2, 17])
+def test_a_prompt_whose_last_chunk_is_one_token_has_its_log_probabilities(make_vllm, k, length):
+    """The chunk before it knows them all, and puts out nothing that they could come with."""
+    prompt = {"prompt_token_ids": list(range(5, 5 + length))}
+    params = vllm.SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=0)
+    budget = length - 1 if k == 0 else length  # of which vLLM keeps a token for drafts
+    llm = make_vllm(k, max_num_batched_tokens=budget, max_num_seqs=1, max_model_len=64)
+    chunked, whole = (e.generate([prompt], params, use_tqdm=False)[0] for e in (llm, make_vllm(k)))
+    assert entries(chunked.prompt_logprobs) == entries(whole.prompt_logprobs)
+    assert len(chunked.prompt_logprobs) == length
+    assert token_ids([chunked]) == token_ids([whole])
+
+
+def test_how_many_tokens_are_drafted_may_hang_on_the_batch_size(make_vllm, standalone):
+    draft = {"method": "draft_model", "model": EMBEDDED_DRAFT, "num_speculative_tokens": 4}
+    ranges = [[1, 2, 4], [3, 5, 1], [6, 8, 0]]
+    llm = make_vllm(0, speculative_config=draft | {"num_speculative_tokens_per_batch_size": ranges})
+    lengths, propose = set(), model_runner(llm).drafter.propose
+
+    def noting(rows, sampling, num_requests):
+        lengths.update((num_requests, row.num_draft_tokens) for row in rows if row.num_draft_tokens > 0)
+        return propose(rows, sampling, num_requests)
+
+    model_runner(llm).drafter.propose = noting
+    params = [vllm.SamplingParams(temperature=0, max_tokens=4 * i) for i in range(1, len(PROMPTS) + 1)]
+    params = [*params[:-3], *[vllm.SamplingParams(**GREEDY)] * 3]
+    outputs = token_ids(llm.generate(PROMPTS, params, use_tqdm=False))
+    assert outputs == [ids[: p.max_tokens] for ids, p in zip(standalone, params, strict=True)]
+    assert any(k == 4 for count, k in lengths if count <= 2)
+    assert any(k == 1 for count, k in lengths if count > 2)
+    assert max(count for count, _ in lengths) <= 5
+    check_nothing_is_held(llm)
+
+
+@pytest.mark.parametrize("k", [0, 4])
+@pytest.mark.parametrize("temperature", [0, 0.9])
+def test_structured_output_is_valid_and_the_same_with_and_without_drafts(make_vllm, k, temperature):
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "pattern": "^[a-z]{1,8}$"}, "on": {"type": "boolean"}},
+        "required": ["name", "on"],
+        "additionalProperties": False,
+    }
+    compact = {"structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True}}
+    params = {"structured_outputs": StructuredOutputsParams(json=schema), "temperature": temperature, "seed": 9}
+    outputs = generate(make_vllm(k, **compact), logprobs=1, max_tokens=60, **params)
+    plain = generate(make_vllm(0, **compact), max_tokens=60, **params)
+    assert token_ids(outputs) == token_ids(plain)
+    for output in outputs:
+        found = json.loads(output.outputs[0].text)
+        assert set(found) == {"name", "on"}
+        assert re.fullmatch("[a-z]{1,8}", found["name"])
+        assert all(value.logprob > float("-inf") for row in output.outputs[0].logprobs for value in row.values())
+
+
+def test_running_requests_that_lose_the_prefix_cache_come_out_the_same(make_vllm, standalone):
+    llm = make_vllm(4, enable_prefix_caching=True)
+    engine = llm.llm_engine
+    params = vllm.SamplingParams(**GREEDY)
+    ids = [engine.add_request(str(i), prompt, params) for i, prompt in enumerate(PROMPTS)]
+    finished, steps = {}, 0
+    while engine.has_unfinished_requests():
+        finished |= {output.request_id: output for output in engine.step() if output.finished}
+        steps += 1
+        if steps in (3, 9):
+            core(llm).reset_prefix_cache(reset_running_requests=True)
+    assert len(ids) == len(finished)
+    assert token_ids(finished[str(i)] for i in range(len(PROMPTS))) == standalone
+    check_nothing_is_held(llm)
