@@ -1,8 +1,9 @@
 """`python -m benchmarks.vllm_serving`: vLLM with its own CPU worker and with ours, plain, with a draft, with n-grams.
 
 One pair, the same prompts and threads, streamed through vLLM's AsyncLLM (its engine core in a process of its own, no
-HTTP). Each contender is a process of its own, started anew in every round, in an order that rotates. Prints a table,
-draws a picture where matplotlib is there, and ends in one line of JSON.
+HTTP). Each contender is a process of its own, started anew in every round, in an order that rotates. Of our worker's
+time it is said how much was our own steps; the rest is vLLM's engine, which is there whatever the worker. Prints a
+table, draws a picture where matplotlib is there, and ends in one line of JSON.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sys
 import time
 from pathlib import Path
 from statistics import median, quantiles
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import typer
@@ -54,6 +56,8 @@ def engine_arguments(contender: str, num_speculative_tokens: int, max_num_seqs: 
 
 async def serve(job: dict[str, Any]) -> dict[str, Any]:
     """One contender at every concurrency: what its requests took, and what they got."""
+    from prometheus_client import CollectorRegistry
+    from prometheus_client.multiprocess import MultiProcessCollector
     from vllm import SamplingParams
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.sampling_params import RequestOutputKind
@@ -86,10 +90,18 @@ async def serve(job: dict[str, Any]) -> dict[str, Any]:
                 last = now
             return {"token_ids": token_ids, "first": first, "gaps": gaps}
 
-    def counters() -> tuple[float, float]:
+    def counters() -> tuple[float, float, float]:
         values = {metric.name: metric.value for metric in get_metrics_snapshot() if hasattr(metric, "value")}
         names = ("vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens")
-        return tuple(values.get(name, 0) for name in names)
+        registry = CollectorRegistry()
+        MultiProcessCollector(registry)  # the worker's, which is another process
+        seconds = sum(
+            sample.value
+            for metric in registry.collect()
+            for sample in metric.samples
+            if sample.name == "specpaged:stage_seconds_total"
+        )
+        return (*(values.get(name, 0) for name in names), seconds)
 
     await asyncio.gather(*(complete(i, prompt, asyncio.Semaphore(4)) for i, prompt in enumerate(prompts[:4])))
     results = {}
@@ -98,7 +110,7 @@ async def serve(job: dict[str, Any]) -> dict[str, Any]:
         before, start = counters(), time.perf_counter()
         outputs = await asyncio.gather(*(complete(i, prompt, room) for i, prompt in enumerate(prompts)))
         seconds = time.perf_counter() - start
-        drafted, accepted = (b - a for a, b in zip(before, counters(), strict=True))
+        drafted, accepted, stage_seconds = (b - a for a, b in zip(before, counters(), strict=True))
         gaps = sorted(gap for output in outputs for gap in output["gaps"])
         cuts = quantiles(gaps, n=100, method="inclusive")
         results[level] = {
@@ -107,6 +119,7 @@ async def serve(job: dict[str, Any]) -> dict[str, Any]:
             "between_p50_ms": 1e3 * cuts[49],
             "between_p99_ms": 1e3 * cuts[98],
             "acceptance": accepted / drafted if drafted else None,
+            "our_steps": stage_seconds / seconds if stage_seconds else None,
             "token_ids": [output["token_ids"] for output in outputs],
         }
     engine.shutdown()
@@ -122,7 +135,9 @@ def run_contender(job: dict[str, Any], threads: int) -> dict[str, Any]:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }
     command = [sys.executable, "-m", "benchmarks.vllm_serving", "--job", json.dumps(job)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    with TemporaryDirectory() as metrics:
+        environment["PROMETHEUS_MULTIPROC_DIR"] = metrics
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"{job['contender']} failed:\n{done.stderr[-3000:]}")
     return json.loads(done.stdout.splitlines()[-1])
@@ -139,6 +154,7 @@ def summary(rounds: list[dict[str, dict[str, Any]]], levels: list[int]) -> list[
             for name in ("tokens_per_second", "first_token_ms", "between_p50_ms", "between_p99_ms"):
                 row[name] = median(run[name] for run in runs)
             row["acceptance"] = runs[0]["acceptance"]
+            row["our_steps"] = median(run["our_steps"] for run in runs) if runs[0]["our_steps"] is not None else None
             method = contender.split()[1]
             for name, other in (("over_vllm", f"vllm {method}"), ("over_vllm_plain", "vllm plain")):
                 ratios = [
@@ -160,18 +176,18 @@ def print_table(rows: list[dict[str, Any]], num_prompts: int) -> None:
     table = Table(
         title="vLLM on a CPU: its own worker and ours",
         caption="medians of the rounds, ratios within a round; between: of tokens, those of one chunk share its time; "
-        f"identical: outputs of {num_prompts} equal to ours plain",
+        f"our steps: share of the time, the rest is vLLM's; identical: outputs of {num_prompts} equal to ours plain",
     )
     for name in ("at once", "worker", "tokens/s", "min-max", "x vllm's", "x vllm plain", "first ms", "between P50",
-                 "P99 ms", "accepted", "identical"):  # fmt: skip
+                 "P99 ms", "accepted", "our steps", "identical"):  # fmt: skip
         table.add_column(name, justify="left" if name == "worker" else "right")
     for i, row in enumerate(rows):
-        accepted = "" if row["acceptance"] is None else f"{row['acceptance']:.1%}"
+        accepted, our_steps = ("" if row[name] is None else f"{row[name]:.1%}" for name in ("acceptance", "our_steps"))
         table.add_row(
             str(row["concurrency"]), row["contender"], f"{row['tokens_per_second']:.0f}",
             f"{row['min']:.0f}-{row['max']:.0f}", f"{row['over_vllm']:.2f}", f"{row['over_vllm_plain']:.2f}",
             f"{row['first_token_ms']:.1f}", f"{row['between_p50_ms']:.2f}", f"{row['between_p99_ms']:.2f}", accepted,
-            str(row["identical"]), end_section=(i + 1) % len(CONTENDERS) == 0,
+            our_steps, str(row["identical"]), end_section=(i + 1) % len(CONTENDERS) == 0,
         )  # fmt: skip
     Console(width=140).print(table)
 

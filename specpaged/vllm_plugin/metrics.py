@@ -22,6 +22,10 @@ COUNTERS = {
     "rolled_back_tokens": "Tokens whose KV was taken back from the target's pool.",
     "rollback_blocks_freed": "Blocks left without a token by that. They stay with the request.",
 }
+LABELLED = {  # name -> help, label
+    "accepted_tokens_per_position": ("Draft tokens accepted, by place in the draft.", "position"),
+    "stage_seconds": ("Wall time of a step's stages, in seconds.", "stage"),
+}
 
 
 class MetricsExport:
@@ -29,31 +33,34 @@ class MetricsExport:
 
     def __init__(self, engine: int):
         self.engine = str(engine)
-        self._seen: dict[str, float] = {}
+        self._unverified = _unverified().labels(self.engine)
+        self._counters: dict[tuple[str, ...], Counter] = {}
+        self._seen: dict[tuple[str, ...], float] = {}
         self._last_log = time.monotonic()
         self._logged_rounds = 0
 
     def update(self, metrics: EngineMetrics) -> None:
         """Behind each step."""
-        for name, help_text in COUNTERS.items():
-            self._count(_counter(name, help_text).labels(self.engine), name, getattr(metrics, name))
-        positions = _counter(
-            "accepted_tokens_per_position", "Draft tokens accepted, by place in the draft.", "position"
-        )
+        for name in COUNTERS:
+            self._count((name,), getattr(metrics, name))
         for place, total in enumerate(metrics.accepted_per_position):
-            self._count(positions.labels(self.engine, str(place)), f"position {place}", total)
-        stages = _counter("stage_seconds", "Wall time of a step's stages, in seconds.", "stage")
+            self._count(("accepted_tokens_per_position", str(place)), total)
         for stage, total in metrics.seconds.items():
-            self._count(stages.labels(self.engine, stage), f"stage {stage}", total)
-        _unverified().labels(self.engine).set(metrics.unverified_kv_tokens)
+            self._count(("stage_seconds", stage), total)
+        self._unverified.set(metrics.unverified_kv_tokens)
         now = time.monotonic()
         if now - self._last_log >= LOG_INTERVAL and metrics.rounds > self._logged_rounds:
             self._last_log, self._logged_rounds = now, metrics.rounds
             logger.info("specpaged: %s", line(metrics))
 
-    def _count(self, counter: Counter, name: str, total: float) -> None:
-        counter.inc(total - self._seen.get(name, 0))
-        self._seen[name] = total
+    def _count(self, key: tuple[str, ...], total: float) -> None:
+        counter = self._counters.get(key)
+        if counter is None:
+            counter = self._counters[key] = _counter(key[0]).labels(self.engine, *key[1:])
+        new = total - self._seen.get(key, 0)
+        if new:
+            counter.inc(new)
+            self._seen[key] = total
 
 
 def line(metrics: EngineMetrics) -> str:
@@ -71,7 +78,8 @@ def line(metrics: EngineMetrics) -> str:
 
 
 @functools.cache
-def _counter(name: str, help_text: str, *labels: str) -> Counter:
+def _counter(name: str) -> Counter:
+    help_text, *labels = LABELLED.get(name) or (COUNTERS[name],)
     return Counter(f"specpaged:{name}", help_text, ["engine", *labels])
 
 
