@@ -44,7 +44,7 @@ def check_arguments(given: EngineArgs) -> None:
     defaults = type(given)(model=given.model)
     for field in dataclasses.fields(given):
         value, default = getattr(given, field.name), getattr(defaults, field.name)
-        if field.name not in SERVED and value != default:
+        if field.name not in SERVED and value is not None and value != default:
             name = f"--{field.name.replace('_', '-')}"
             raise ValueError(f"{name}={value!r} is not supported under specpaged's worker (allowed: {default!r})")
     speculative = given.speculative_config

@@ -10,8 +10,9 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed: make install-vllm")
 
 from vllm import SamplingParams
-from vllm.engine.arg_utils import EngineArgs
+from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.exceptions import VLLMValidationError
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.sample.logits_processor import validate_logits_processors_parameters
 from vllm.v1.worker.gpu.sample.logits_processor import build_custom_logits_processors_params_validator
 
@@ -75,6 +76,9 @@ def test_arguments_that_the_worker_would_not_heed_are_refused_by_name(arguments,
 
 def test_arguments_at_their_defaults_pass():
     register()
+    command = ["--model", EMBEDDED_TARGET, "--worker-cls", WORKER_CLS, "--dtype", "float32", "--max-model-len", "256"]
+    parsed = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(command)
+    AsyncEngineArgs.from_cli_args(parsed).create_engine_config()
     vllm_config(worker_cls=WORKER_CLS, tokenizer=None, compilation_config={}, kv_cache_dtype="auto", hf_overrides={})
 
 
