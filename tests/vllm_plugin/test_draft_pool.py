@@ -70,3 +70,21 @@ def test_slots_that_nobody_owns_are_never_read(make_vllm):
     outputs = llm.generate(PROMPTS, greedy, use_tqdm=False)
     plain = make_vllm(0).generate(PROMPTS, greedy, use_tqdm=False)
     assert token_ids(outputs) == token_ids(plain)
+
+
+def test_a_draft_follows_a_prompt_in_the_targets_chunks(make_vllm):
+    """Not all at once behind the last one: no step runs more tokens of it than it may have."""
+    llm = make_vllm(4, max_num_batched_tokens=64, max_num_seqs=4)
+    drafter, steps = model_runner(llm).drafter, []
+    propose = drafter.propose
+
+    def noting(rows, sampling, num_requests):
+        steps.append(sum(len(row.token_ids) for row in rows))
+        return propose(rows, sampling, num_requests)
+
+    drafter.propose = noting
+    params = vllm.SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    llm.generate({"prompt_token_ids": [5 + i % 200 for i in range(300)]}, params, use_tqdm=False)
+    drafter.propose = propose
+    assert sum(steps) >= 300
+    assert max(steps) <= 64 + 4
