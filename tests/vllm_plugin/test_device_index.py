@@ -1,0 +1,46 @@
+"""Which of a machine's devices a worker takes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed: make install-vllm")
+
+from specpaged.vllm_plugin import worker
+from specpaged.vllm_plugin.worker import SpecPagedWorker
+
+
+@pytest.mark.parametrize(
+    ("parallel", "expected"),
+    [
+        ({}, 1),
+        ({"data_parallel_rank_local": 2}, 5),
+        ({"data_parallel_index": 1}, 3),
+        ({"data_parallel_index": 1, "distributed_executor_backend": "ray"}, 1),
+        ({"data_parallel_index": 1, "nnodes_within_dp": 2}, 1),
+        ({"assigned_physical_gpu_ids": [6, 7]}, 7),
+    ],
+    ids=str,
+)
+def test_ranks_engines_and_named_devices_are_told_apart(monkeypatch, parallel, expected):
+    """Rank 1 of an engine of two ranks."""
+    named = []
+    monkeypatch.setattr(worker, "set_assigned_physical_gpu_ids", named.extend)
+    defaults = {
+        "distributed_executor_backend": "mp",
+        "data_parallel_backend": "mp",
+        "nnodes_within_dp": 1,
+        "data_parallel_rank_local": None,
+        "data_parallel_index": 0,
+        "tensor_parallel_size": 2,
+        "assigned_physical_gpu_ids": None,
+    }
+    ours = SpecPagedWorker.__new__(SpecPagedWorker)
+    ours.local_rank = 1
+    ours.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(**(defaults | parallel)))
+    ours.current_platform = SimpleNamespace(
+        logical_device_id_to_visible_device_id=lambda rank: named[rank] if named else rank
+    )
+    assert ours._device_index() == expected
