@@ -44,7 +44,7 @@ def generate(llm, params):
     [
         {"ignore_eos": True},
         {"ignore_eos": True, "temperature": 0.8, "seed": 5, "logprobs": 1},
-        {"structured_outputs": StructuredOutputsParams(regex="[a-z]{18}")},
+        {"temperature": 2.0, "seed": 5, "structured_outputs": StructuredOutputsParams(regex="[0-9]{18}")},
     ],
     ids=["greedy", "sampled", "under a grammar"],
 )

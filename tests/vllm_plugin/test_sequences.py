@@ -234,3 +234,17 @@ def test_engines_side_by_side_derive_other_seeds():
         entries, _ = step(sequences, requests, counts=dict.fromkeys("ABC", 9))
         seeds += [entry.sequence.seed for entry in entries]
     assert len(set(seeds)) == 9
+
+
+def test_what_was_drafted_before_a_preemption_is_not_verified_after_it():
+    """Its last token was all that the cache did not hold: it comes back like a decode, with padding for drafts."""
+    sequences = make_sequences()
+    (entry,), _ = step(sequences, [new("A", range(32), [1, 2])], counts={"A": 32})
+    run(entry, [7])
+    sequences.drafts[entry.sequence] = [8, 9]
+    resumed = {"A": [*range(32), 7]}
+    (entry,), drafts = step(
+        sequences, cached=[("A", [1, 2, 3], 32)], resumed=resumed, counts={"A": 3}, drafts={"A": [-1, -1]}
+    )
+    assert facts(entry) == ("A", 32, 1, 0, True)
+    assert drafts == [[]]
