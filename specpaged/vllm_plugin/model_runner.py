@@ -64,7 +64,7 @@ class SpecPagedModelRunner:
         vocab_size: int,
         fills_cached_blocks: bool,
         metrics_export: MetricsExport | None = None,
-        agree: Callable[[list[list[int]]], list[list[int]]] = lambda drafts: drafts,
+        agree: Callable[[list[list[int]]], list[list[int]]] | None = None,
     ):
         self.target = target
         self.drafter = drafter
@@ -229,7 +229,8 @@ class SpecPagedModelRunner:
         draft = self.drafter.propose(rows, sampling, len(drafting)) if rows else DraftOutput.empty(0)
         for entry in step.entries:
             self.sequences.drafts.pop(entry.sequence, None)
-        self.sequences.drafts.update(zip(drafting, self.agree(draft.token_ids), strict=True))
+        token_ids = draft.token_ids if self.agree is None else self.agree(draft.token_ids)
+        self.sequences.drafts.update(zip(drafting, token_ids, strict=True))
         self._proposed = [entry.sequence for entry in step.entries]
 
     def _draft_row(self, entry: ScheduledSequence, k: int, request_idx: int) -> DraftRow | None:

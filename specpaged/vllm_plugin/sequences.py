@@ -40,7 +40,6 @@ class Sequences:
         vocab_size: int,
         seed: int,
         engine: int = 0,
-        num_engines: int = 1,
     ):
         self.num_blocks = num_blocks  # ids are 1 .. num_blocks
         self.block_size = block_size
@@ -48,9 +47,8 @@ class Sequences:
         self.max_model_len = max_model_len
         self.max_draft_tokens = max_draft_tokens
         self.vocab_size = vocab_size
-        self.seed = seed
-        self.engine = engine  # of num_engines that decode side by side, and do not draw the same
-        self.num_engines = num_engines
+        # Engines that decode side by side do not draw the same.
+        self.seed = derived_seed(seed, -engine) if engine else seed
         self.drafts: dict[Sequence, list[int]] = {}
         self.has_grammar: set[Sequence] = set()
         self.owes_prompt_logprobs: set[Sequence] = set()  # vLLM takes them with an output token, once and whole
@@ -127,7 +125,11 @@ class Sequences:
             bias = {token_id: value for token_id, value in params.logit_bias.items() if exists(token_id)}
             params = replace(params, logit_bias=bias)
         if params.allowed_token_ids is not None:
-            params = replace(params, allowed_token_ids=tuple(filter(exists, params.allowed_token_ids)))
+            # None that exists: it ends, as one that has no token.
+            allowed = tuple(filter(exists, params.allowed_token_ids)) or (
+                next(filter(exists, given.all_stop_token_ids), 0),
+            )
+            params = replace(params, allowed_token_ids=allowed)
         bad_words_ids = [ids for ids in given.bad_words_token_ids or () if all(map(exists, ids))]
         request = SamplingRequest.of(sequence, filter(exists, given.all_stop_token_ids), bad_words_ids)
         prompt_token_ids = request.prompt_token_ids
@@ -182,7 +184,7 @@ class Sequences:
 
     def _derive_seed(self) -> int:
         self._num_seeds_derived += 1
-        return derived_seed(self.seed, (self._num_seeds_derived - 1) * self.num_engines + self.engine)
+        return derived_seed(self.seed, self._num_seeds_derived - 1)
 
     def check_integrity(self) -> None:
         """Every page table is sound; what is kept of a sequence is kept of one that is here."""

@@ -181,7 +181,6 @@ class SpecPagedWorker(WorkerBase):
             vocab_size=pair.vocab_size,
             seed=config.seed,
             engine=parallel.data_parallel_index,
-            num_engines=parallel.data_parallel_size,
         )
         self.model_runner = SpecPagedModelRunner(
             target,
@@ -191,7 +190,7 @@ class SpecPagedWorker(WorkerBase):
             fills_cached_blocks=config.enable_prefix_caching,
             metrics_export=MetricsExport(parallel.data_parallel_index) if self.is_driver_worker else None,
             # Each rank runs the whole draft, and quick kernels may differ in a bit.
-            **({"agree": get_tp_group().broadcast_object} if self.shard is not None else {}),
+            agree=get_tp_group().broadcast_object if self.shard is not None else None,
         )
         logger.info("%s", StartupReport.of(config, target, drafts[0] if drafts else None))
 

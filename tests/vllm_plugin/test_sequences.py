@@ -199,6 +199,9 @@ def test_token_ids_that_no_logits_speak_of_are_not_asked_for():
     assert request.stop_ids == (6,)
     assert request.prompt_token_ids == [1, 3]
     assert entry.sequence.token_ids == [1, beyond, 3]
+    params["allowed_token_ids"] = [beyond]
+    (entry,), _ = step(sequences, [new("B", [1], [2], **params)], counts={"B": 1})
+    assert entry.sequence.sampling_request.params.allowed_token_ids == (6,)
     logits = torch.zeros(4, VOCAB_SIZE)
     for params in ({"repetition_penalty": 1.3}, {"min_tokens": 2}):
         request = replace(request, params=replace(request.params, **params))
@@ -229,7 +232,7 @@ def test_a_sessions_next_input_is_a_prompt_of_its_own():
 def test_engines_side_by_side_derive_other_seeds():
     seeds = []
     for engine in range(3):
-        sequences = make_sequences(engine=engine, num_engines=3)
+        sequences = make_sequences(engine=engine)
         requests = [new(name, range(9), [i]) for i, name in enumerate("ABC", 1)]
         entries, _ = step(sequences, requests, counts=dict.fromkeys("ABC", 9))
         seeds += [entry.sequence.seed for entry in entries]
