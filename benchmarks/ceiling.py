@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from statistics import median
 
 from benchmarks.ours import Ours
-from specpaged.batch import RaggedBatch, RaggedRow, pack
 from specpaged.modeling.model_runner import ModelRunner
+from specpaged.modeling.ragged_batch import RaggedBatch, RaggedRow, pack
 from specpaged.paging.page_table import PageTable
 
 REPETITIONS = 20

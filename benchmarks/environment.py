@@ -6,13 +6,13 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from specpaged import environment as of_package
+from specpaged.studies import environment as of_package
 
 ROOT = Path(__file__).parents[1]
 
 
 def environment(threads: int) -> dict[str, Any]:
-    """See specpaged.environment."""
+    """See specpaged.studies.environment."""
     return of_package.environment(threads) | {"commit": commit()}
 
 

@@ -8,10 +8,10 @@ from statistics import median
 
 import pytest
 
-from specpaged.batch import RaggedRow, pack
 from specpaged.config import EMBEDDED_DRAFT
 from specpaged.modeling.loading import load_model
 from specpaged.modeling.model_runner import ModelRunner
+from specpaged.modeling.ragged_batch import RaggedRow, pack
 from specpaged.paging.kv_cache import PagedKVCache
 
 BLOCK_SIZE, CONTEXT_LEN = 16, 160

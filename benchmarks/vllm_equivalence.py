@@ -135,7 +135,7 @@ def top_two(prompts: list[list[int]], ours: bool) -> list[Any]:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from vllm import SamplingParams
 
-    from specpaged.equivalence import TopTwo
+    from specpaged.comparison.equivalence import TopTwo
 
     llm = vllm_engine(0, 8, ours)
     params = SamplingParams(temperature=0, max_tokens=1, logprobs=2)
@@ -158,7 +158,7 @@ def standalone(prompts: list[list[int]], max_tokens: int, max_num_seqs: int, giv
 
 def near_ties(prompts: list[list[int]], references: list[list[int]], outputs: list[list[int]]) -> tuple[int, int]:
     """How many outputs part from vLLM's own at a near-tie, and how many otherwise."""
-    from specpaged.equivalence import compare, is_near_tie
+    from specpaged.comparison.equivalence import compare, is_near_tie
 
     mismatches = compare(references, outputs)
     common = [prompts[m.prompt_idx] + references[m.prompt_idx][: m.position] for m in mismatches]

@@ -8,7 +8,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "LLM": "specpaged.llm",
-    "Engine": "specpaged.engine",
+    "Engine": "specpaged.engine.engine",
     "EngineConfig": "specpaged.config",
     "SpeculativeConfig": "specpaged.config",
     "SamplingParams": "specpaged.sampling_params",
@@ -27,7 +27,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from specpaged.config import EngineConfig, SpeculativeConfig
-    from specpaged.engine import Engine
+    from specpaged.engine.engine import Engine
     from specpaged.llm import LLM
     from specpaged.outputs import CompletionOutput, RequestOutput
     from specpaged.sampling_params import SamplingParams

@@ -192,7 +192,7 @@ class EngineConfig:
     `schedule` and `rollback` are for studies; what comes out of a request is the same with all of them. `schedule`:
     "eqspec" runs fixed batches to their end; "exspec" holds a `window` of sequences (default: 48, or half as many again
     as max_num_seqs) and runs batches of equal length out of it, else its oldest (if `sort_by_length`, its shortest).
-    `rollback` other than "truncate" keeps KV in dense, left-padded batches: see specpaged.realignment.
+    `rollback` other than "truncate" keeps KV in dense, left-padded batches: see specpaged.research.
     """
 
     model: str = EMBEDDED_TARGET

@@ -9,15 +9,19 @@ from typing import Any
 
 from tqdm import tqdm
 
-from specpaged import kv_memory
 from specpaged.config import EMBEDDED_DRAFT, EMBEDDED_TARGET, EngineConfig, SpeculativeConfig
 from specpaged.drafting import get_drafter
-from specpaged.engine import Engine, Vocabulary
+from specpaged.engine import kv_memory
+from specpaged.engine.engine import Engine, Vocabulary
+from specpaged.engine.kv_layout import KVLayout
+from specpaged.engine.report import StartupReport
 from specpaged.metrics import RequestMetrics
+from specpaged.modeling.loaded_model import LoadedModel
 from specpaged.modeling.pair import ModelPair
 from specpaged.outputs import RequestOutput
-from specpaged.realignment import dense_arm
-from specpaged.report import StartupReport
+from specpaged.paging.kv_cache import KVCache
+from specpaged.research import kv_memory as dense_kv_memory
+from specpaged.research.build import dense_layout, scheduler_of
 from specpaged.sampling_params import SamplingParams
 
 logger = logging.getLogger("specpaged")
@@ -50,17 +54,16 @@ class LLM:
         config = _engine_config(model, speculative_config, engine_arguments)
         pair = ModelPair.load(config)
         config = replace(config, max_model_len=kv_memory.max_model_len(config, pair.models))
-        caches = kv_memory.new_kv_caches(config, pair.models)
+        caches = _kv_caches(config, pair.models)
         target, *drafts = pair.runners(caches, config.max_model_len, config.enforce_eager)
         draft = drafts[0] if drafts else None
         drafter = get_drafter(config.speculative_config, draft, pair.vocab_size, config.max_num_batched_tokens)
-        arm = None
-        if config.rollback != "truncate":
-            arm = dense_arm(config.rollback, caches, config.max_model_len, config.max_num_seqs)
         self.config = config
         self.tokenizer = pair.tokenizer
         vocabulary = Vocabulary(pair.vocab_size, pair.eos_token_ids, pair.tokenizer)
-        self.engine = Engine(config, vocabulary, target, draft, drafter, arm)
+        self.engine = Engine(
+            config, vocabulary, target, draft, drafter, scheduler_of(config), _kv_layout(config, caches)
+        )
         self.report = StartupReport.of(config, target, draft)
         logger.info("%s", self.report)
         self._num_requests = 0
@@ -162,6 +165,16 @@ class LLM:
                     raise ValueError(f"prompt has a key {key!r}; allowed: 'prompt_token_ids', and 'prompt' beside it")
             return prompt.get("prompt"), prompt["prompt_token_ids"]
         raise ValueError(f"prompt={_shown(prompt)} must be a string or {_TOKENS_FORM}")
+
+
+def _kv_caches(config: EngineConfig, models: Sequence[LoadedModel]) -> Sequence[KVCache]:
+    return (kv_memory if config.rollback == "truncate" else dense_kv_memory).new_kv_caches(config, models)
+
+
+def _kv_layout(config: EngineConfig, caches: Sequence[KVCache]) -> KVLayout:
+    if config.rollback == "truncate":
+        return KVLayout(config.block_size)
+    return dense_layout(config.rollback, caches, config.max_model_len, config.max_num_seqs)
 
 
 def _shown(value: object) -> str:

@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import specpaged.kv_memory
+import specpaged.engine.kv_memory
 import specpaged.modeling.pair
 from specpaged import LLM, EngineConfig, SamplingParams, SpeculativeConfig
-from specpaged.engine import Engine
+from specpaged.engine.engine import Engine
 from tests import toys
 
 MAX_MODEL_LEN = 64
@@ -390,7 +390,7 @@ BYTES_PER_TOKEN = 1024  # of both toy models: 2 layers, 2 heads of 16, keys and 
 def test_a_pool_that_cannot_hold_one_sequence_is_refused_before_it_is_made(
     toy_pair, monkeypatch, k, kv_tokens, message
 ):
-    monkeypatch.setattr(specpaged.kv_memory, "PagedKVCache", None)
+    monkeypatch.setattr(specpaged.engine.kv_memory, "PagedKVCache", None)
     with pytest.raises(ValueError) as refused:
         make_llm(toy_pair, {"num_speculative_tokens": k}, kv_cache_memory_bytes=max(1, kv_tokens * BYTES_PER_TOKEN))
     assert message in str(refused.value)

@@ -11,9 +11,9 @@ from shutil import copytree
 import pytest
 from typer.testing import CliRunner
 
-from specpaged import cli
 from specpaged.cli import app
-from specpaged.engine import Engine
+from specpaged.cli import commands as cli
+from specpaged.engine.engine import Engine
 from specpaged.modeling.model_runner import ModelRunner
 from specpaged.verification.coupled import CoupledVerifier
 
@@ -149,7 +149,7 @@ def test_a_dash_reads_prompts_from_standard_input(specpaged):
 
 def test_completions_are_shown_as_they_are_written(specpaged, prompts, monkeypatch):
     """Code is full of what rich would take for markup, and some of it would be an error."""
-    from specpaged.stopping import StopChecker
+    from specpaged.engine.stopping import StopChecker
 
     monkeypatch.setattr(StopChecker, "text", property(lambda self: "x[i] = y[/b]; [bold]z"))
     result = specpaged("generate", "--prompts", prompts, "--num-prompts", 2, *SHORT)

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specpaged import reference as references
-from specpaged.equivalence import Mismatch, TopTwo, compare, first_divergence, is_near_tie, tie_tolerance
+from specpaged.comparison import reference as references
+from specpaged.comparison.equivalence import Mismatch, TopTwo, compare, first_divergence, is_near_tie, tie_tolerance
 
 IDS = st.lists(st.integers(0, 3), max_size=12)
 

@@ -8,7 +8,8 @@ import shutil
 import pytest
 from transformers import GenerationConfig
 
-from specpaged import LLM, SamplingParams, kv_memory
+from specpaged import LLM, SamplingParams
+from specpaged.engine import kv_memory
 from tests import toys
 
 GREEDY = {"temperature": 0, "ignore_eos": True}

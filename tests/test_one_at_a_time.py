@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from specpaged import LLM, SamplingParams
-from specpaged.one_at_a_time import MAX_WEIGHT_BYTES, MIN_PROMPTS, decode, num_processes
-from specpaged.reference import PlainReference
+from specpaged.comparison.one_at_a_time import MAX_WEIGHT_BYTES, MIN_PROMPTS, decode, num_processes
+from specpaged.comparison.reference import PlainReference
 from tests import toys
 
 

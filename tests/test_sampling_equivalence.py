@@ -16,8 +16,8 @@ import torch
 
 from specpaged import LLM, SamplingParams
 from specpaged.drafting.base import DraftOutput
+from specpaged.engine.stopping import IncrementalDetokenizer
 from specpaged.sampling.batch import SamplingBatch, SamplingRequest
-from specpaged.stopping import IncrementalDetokenizer
 from specpaged.verification import get_verifier
 from tests import toys
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from specpaged import LLM, SamplingParams
-from specpaged.engine import Engine
+from specpaged.engine.engine import Engine
 from specpaged.metrics import STAGES, EngineMetrics
 from specpaged.modeling.model_runner import ModelRunner
 from specpaged.testing import SyntheticPair, synthetic_pair

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specpaged.batch import RaggedBatch, RaggedRow, pack
 from specpaged.drafting.base import DraftOutput, DraftRow
 from specpaged.drafting.draft_steps import DraftSteps
 from specpaged.modeling.model_runner import ModelRunner
+from specpaged.modeling.ragged_batch import RaggedBatch, RaggedRow, pack
 from specpaged.sampling.batch import SamplingBatch
 
 

@@ -8,8 +8,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from specpaged.batch import RaggedBatch, flat_page_table, ints, upload
 from specpaged.drafting.base import DraftRow
+from specpaged.modeling.ragged_batch import RaggedBatch, flat_page_table, ints, upload
 
 
 class DraftSteps:

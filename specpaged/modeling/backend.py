@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from specpaged.batch import RaggedBatch
 from specpaged.config import ATTENTION_BACKENDS, check_choice
-from specpaged.modeling.attention import PagedPass
-from specpaged.modeling.attention_cpp import CppPass
-from specpaged.modeling.attention_torch import TorchPass
+from specpaged.modeling.attention.base import PagedPass
+from specpaged.modeling.attention.cpp_pass import CppPass
+from specpaged.modeling.attention.torch_pass import TorchPass
+from specpaged.modeling.ragged_batch import RaggedBatch
 from specpaged_kernels import limits
 from specpaged_kernels.cpu import library
 
@@ -45,9 +45,9 @@ def choose_backend(
         return "torch", None
     backend = wanted if wanted != "auto" else "triton" if device.type == "cuda" else "cpp"
     if backend == "xformers":
-        from specpaged.modeling import attention_xformers
+        from specpaged.modeling.attention import xformers_pass
 
-        reason = attention_xformers.why_not(device, dtype, geometries, block_size, numerics)
+        reason = xformers_pass.why_not(device, dtype, geometries, block_size, numerics)
     elif backend == "cpp":
         reason = f"device {str(device)!r} is no CPU" if device.type != "cpu" else library.why_not(dtype)
     else:
@@ -63,13 +63,13 @@ def new_pass(model: LoadedModel, batch: RaggedBatch, num_rows: int, kv_layers: S
     """The pass of a batch by the model's backend."""
     # Kernels are not imported before they are wanted: that takes seconds.
     if model.backend == "triton":
-        from specpaged.modeling.attention_triton import TritonPass
+        from specpaged.modeling.attention.triton_pass import TritonPass
 
         return TritonPass(batch, num_rows, kv_layers)
     if model.backend == "cpp":
         return CppPass(batch, kv_layers)
     if model.backend == "xformers":
-        from specpaged.modeling.attention_xformers import XformersPass
+        from specpaged.modeling.attention.xformers_pass import XformersPass
 
         return XformersPass(batch, num_rows, kv_layers, model.attention_scheme, model.dtype)
     return TorchPass(batch, num_rows, kv_layers, model.attention_scheme, model.dtype)

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from specpaged.batch import RaggedBatch
 from specpaged.modeling.loaded_model import LoadedModel
+from specpaged.modeling.ragged_batch import RaggedBatch
 from specpaged.paging.kv_cache import PagedKVCache
 
 if TYPE_CHECKING:
-    from specpaged.modeling.attention_triton import StaticPass
+    from specpaged.modeling.attention.triton_pass import StaticPass
     from specpaged_kernels.paged_attention import WorkList
 
 logger = logging.getLogger("specpaged")
@@ -137,7 +137,7 @@ class CudaGraphs:
         return Bucket(_bucket_of(batch.num_tokens), items, num_logits, vocab_size)
 
     def _work_list(self, batch: RaggedBatch) -> WorkList:
-        from specpaged.modeling.attention_triton import work_list_of
+        from specpaged.modeling.attention.triton_pass import work_list_of
 
         return work_list_of(batch, self._tokens, self._split_len)
 
@@ -156,7 +156,7 @@ class CudaGraphs:
     def _capture(
         self, batch: RaggedBatch, work_list: WorkList, bucket: Bucket
     ) -> tuple[StaticPass, Callable[[], object], Outputs] | None:
-        from specpaged.modeling.attention_triton import StaticPass
+        from specpaged.modeling.attention.triton_pass import StaticPass
 
         rows = bucket.rows
         static = replace(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from specpaged.modeling.attention import PagedPass
+from specpaged.modeling.attention.base import PagedPass
 from specpaged.modeling.numerics import AttentionScheme
 from specpaged.paging.kv_cache import KVSpec
 

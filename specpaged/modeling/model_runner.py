@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specpaged.batch import RaggedBatch
 from specpaged.modeling.backend import new_pass
 from specpaged.modeling.cuda_graphs import CudaGraphs
 from specpaged.modeling.loaded_model import LoadedModel
+from specpaged.modeling.ragged_batch import RaggedBatch
 from specpaged.paging.kv_cache import PagedKVCache
 
 

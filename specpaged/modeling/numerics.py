@@ -13,7 +13,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from specpaged.modeling.attention_folded import CHUNK, attend_chunked, attend_sdpa
+from specpaged.modeling.attention.folded import CHUNK, attend_chunked, attend_sdpa
 from specpaged.modeling.linear import SMALL_WEIGHT, LinearScheme, RowExactLinear, can_pack, runs_cpp
 
 PROBE_ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 13, 15, 16, 17, 20, 24, 28, 31, 32, 33, 36, 40, 48, 56, 64, 65, 80, 96,

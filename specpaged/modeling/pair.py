@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +14,7 @@ from specpaged.modeling.loaded_model import LoadedModel
 from specpaged.modeling.loading import load_model, load_tokenizer
 from specpaged.modeling.model_runner import ModelRunner
 from specpaged.modeling.shard import Shard
-from specpaged.paging.kv_cache import PagedKVCache
-from specpaged.realignment.dense_kv_cache import DenseKVCache
+from specpaged.paging.kv_cache import KVCache
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,7 @@ class ModelPair:
         """An id that no row of logits has can end nothing, and must not be ruled out by min_tokens."""
         return tuple(token_id for token_id in self.target.eos_token_ids if 0 <= token_id < self.vocab_size)
 
-    def runners(
-        self, kv_caches: list[PagedKVCache | DenseKVCache], max_model_len: int, enforce_eager: bool
-    ) -> list[ModelRunner]:
+    def runners(self, kv_caches: Sequence[KVCache], max_model_len: int, enforce_eager: bool) -> list[ModelRunner]:
         """By pool. Passes are captured as CUDA graphs where that can be and is not forbidden."""
         runners = []
         for model, cache in zip(self.models, kv_caches, strict=True):

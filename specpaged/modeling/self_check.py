@@ -8,11 +8,11 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from specpaged.batch import RaggedRow, pack
-from specpaged.modeling.attention import HOOK
+from specpaged.modeling.attention.base import HOOK
 from specpaged.modeling.loaded_model import LoadedModel
 from specpaged.modeling.model_runner import ModelRunner
 from specpaged.modeling.numerics import InexactError
+from specpaged.modeling.ragged_batch import RaggedRow, pack
 from specpaged.paging.kv_cache import PagedKVCache
 
 TORCH_BLOCK_SIZE = 4  # so that the few tokens lie in several blocks; kernels are compiled for the block size in use

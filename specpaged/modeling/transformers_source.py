@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
-from specpaged.modeling.attention import HOOK, PagedPass
+from specpaged.modeling.attention.base import HOOK, PagedPass
 from specpaged.modeling.checkpoint import first_line
 from specpaged.modeling.exact import ExactLinears, make_exact, make_fast
 from specpaged.modeling.families import find_layers

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -29,6 +30,35 @@ class KVSpec:
     def num_elements(self) -> int:
         """Of all layers together."""
         return sum(2 * num_kv_heads * head_dim for num_kv_heads, head_dim in self.layers)
+
+
+class KVCache(Protocol):
+    """The KV tensors of one model, whatever their layout: what a ModelRunner reads and writes."""
+
+    kv_spec: KVSpec
+    layers: list[Tensor]  # per layer [slots, 2, Hkv, D]; [:, 0] keys, [:, 1] values
+    num_blocks: int
+    block_size: int  # tokens of a block
+    block_stride: int  # slots from a block to the next one
+
+    @property
+    def num_slots(self) -> int:
+        """Tokens that there is room for."""
+        ...
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token's KV in all layers."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensors."""
+        ...
+
+    def check_integrity(self) -> None:
+        """IntegrityError where the tensors are not as the layout has them."""
+        ...
 
 
 class PagedKVCache:

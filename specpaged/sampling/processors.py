@@ -24,7 +24,7 @@ from specpaged.sampling.elementwise import exp_fp32, exp_weights
 from specpaged.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from specpaged.sequence import Sequence as DecodedSequence
+    from specpaged.engine.sequence import Sequence as DecodedSequence
 
 _NEG_INF = float("-inf")
 _FIRST_WIDTH = 1024  # sorted logits to try before the whole vocabulary is sorted

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import mean
 
-from specpaged.environment import environment
-from specpaged.equivalence import first_divergence
-from specpaged.one_at_a_time import decode, num_processes
-from specpaged.reference import PlainReference
+from specpaged.comparison.equivalence import first_divergence
+from specpaged.comparison.one_at_a_time import decode, num_processes
+from specpaged.comparison.reference import PlainReference
 from specpaged.studies import paper, plots
+from specpaged.studies.environment import environment
 from specpaged.studies.method import PLAIN, Method
 from specpaged.studies.result import Column, Result, Row
 from specpaged.studies.workload import Options

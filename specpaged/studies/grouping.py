@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from statistics import median_low
 
-from specpaged.environment import environment
 from specpaged.studies import paper, plots
+from specpaged.studies.environment import environment
 from specpaged.studies.result import Column, Result, Row
 from specpaged.studies.workload import Options
 

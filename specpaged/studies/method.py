@@ -91,7 +91,7 @@ class Method:
         if self.uncached:
             from specpaged.studies.forgetful import Forgetful
 
-            llm.engine.arm = Forgetful(llm.engine.arm)
+            llm.engine.kv_layout = Forgetful(llm.engine.kv_layout)
         if self.ungrouped:
             llm.engine.scheduler.group_by_length = False
 

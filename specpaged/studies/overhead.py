@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from specpaged.environment import environment
 from specpaged.studies import paper, plots
+from specpaged.studies.environment import environment
 from specpaged.studies.method import Method
 from specpaged.studies.result import Column, Result, Row, spread
 from specpaged.studies.rounds import play

@@ -10,16 +10,16 @@ from statistics import median
 import torch
 
 from specpaged.config import DTYPES, ROLLBACKS, EngineConfig
-from specpaged.environment import environment
+from specpaged.engine.kv_layout import CopiedBytes, KVLayout
+from specpaged.engine.scheduler import ScheduledSequence
 from specpaged.paging.block_allocator import BlockAllocator
 from specpaged.paging.kv_cache import KVSpec
 from specpaged.paging.page_table import TARGET, PageTable
-from specpaged.realignment import dense_arm
-from specpaged.realignment.base import Arm, CopiedBytes
-from specpaged.realignment.dense_kv_cache import DenseKVCache
-from specpaged.realignment.group import GroupKVCache
-from specpaged.scheduling.base import ScheduledSequence
+from specpaged.research.build import dense_layout
+from specpaged.research.dense_kv_cache import DenseKVCache
+from specpaged.research.group import GroupKVCache
 from specpaged.studies import plots
+from specpaged.studies.environment import environment
 from specpaged.studies.result import Column, Result, Row
 from specpaged.studies.workload import check_device, check_out
 
@@ -137,7 +137,7 @@ class Round:
         spec = KVSpec(((shape.num_kv_heads, shape.head_dim),) * self.num_layers)
         size, dtype = cell.batch_size, shape.torch_dtype
         if cell.arm == "truncate":
-            self.arm = Arm(BLOCK_SIZE)
+            self.kv_layout = KVLayout(BLOCK_SIZE)
             self.allocator = BlockAllocator(size * -(-columns // BLOCK_SIZE))
         else:
             if cell.arm == "group":
@@ -146,11 +146,11 @@ class Round:
                 cache = DenseKVCache(spec, size, columns, dtype, device)
             for tensor in cache.tensors:
                 tensor.zero_()  # so that the memory is there
-            self.arm = dense_arm(cell.arm, [cache], columns, size)
+            self.kv_layout = dense_layout(cell.arm, [cache], columns, size)
             self.allocator = BlockAllocator(size)
         self.kept = [cell.context_before + gained for gained in cell.num_gained]
         # What they know behind the round: the last token has no KV.
-        self.lines = [_Line(kept + 1, self.arm.new_table(self.allocator, 1)) for kept in self.kept]
+        self.lines = [_Line(kept + 1, self.kv_layout.new_table(self.allocator, 1)) for kept in self.kept]
 
     def prepare(self) -> None:
         """Behind the target's pass of the round: nothing of this is timed."""
@@ -167,7 +167,7 @@ class Round:
             for row, line in enumerate(self.lines):
                 line.page_table.row, line.page_table.start = row, 0
                 line.page_table.known_end = context + 1
-            self.arm.length = context
+            self.kv_layout.length = context
         for line in self.lines:
             line.page_table.advance(TARGET, NUM_DRAFTS + 1)
 
@@ -176,7 +176,7 @@ class Round:
         for line in self.lines:
             table = line.page_table
             table.num_cached = [self.cell.context_before]
-        self.arm.place(self._entries())
+        self.kv_layout.place(self._entries())
 
     def _entries(self) -> list[ScheduledSequence]:
         return [
@@ -190,11 +190,11 @@ class Round:
         """
         for line, kept in zip(self.lines, self.kept, strict=True):
             line.page_table.truncate(TARGET, kept)
-        self.arm.copied.rollback = self.arm.copied.gather = self.arm.copied.other = 0
-        self.arm.realign(self.lines)
+        self.kv_layout.copied.rollback = self.kv_layout.copied.gather = self.kv_layout.copied.other = 0
+        self.kv_layout.realign(self.lines)
         if self.cell.arm == "group":
-            self.arm.place(self._entries())
-        return self.arm.copied
+            self.kv_layout.place(self._entries())
+        return self.kv_layout.copied
 
     def seconds(self) -> tuple[list[float], CopiedBytes]:
         """Wall times of rounds after one that warms up; the bytes of one."""

@@ -21,7 +21,7 @@ def synchronize(llm: LLM) -> None:
             for name in ("forward", "argmax", "greedy_steps"):
                 setattr(runner, name, waiting(getattr(runner, name), device))
     for name in ("place", "realign"):
-        setattr(engine.arm, name, waiting(getattr(engine.arm, name), device))
+        setattr(engine.kv_layout, name, waiting(getattr(engine.kv_layout, name), device))
 
 
 def waiting(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from statistics import quantiles
 
-from specpaged.environment import environment
 from specpaged.studies import paper, plots
+from specpaged.studies.environment import environment
 from specpaged.studies.method import PLAIN, Method
 from specpaged.studies.result import Column, Result, Row, spread
 from specpaged.studies.rounds import num_identical, play

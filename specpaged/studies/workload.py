@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from specpaged import kv_memory
 from specpaged.config import EMBEDDED_DRAFT, EMBEDDED_TARGET, NUMERICS, check_choice
 from specpaged.llm import LLM
 from specpaged.metrics import EngineMetrics
 from specpaged.prompts import clip, evenly_spread, load_prompts
+from specpaged.research import kv_memory
 from specpaged.sampling_params import SamplingParams
 from specpaged.studies.method import Method, check_methods
 

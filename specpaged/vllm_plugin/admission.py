@@ -9,7 +9,7 @@ import vllm
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.sample.logits_processor.interface import LogitsProcessor
 
-from specpaged.request import validate_num_speculative_tokens
+from specpaged.engine.request import validate_num_speculative_tokens
 from specpaged.vllm_plugin import WORKER_CLS
 from specpaged.vllm_plugin.arguments import check_arguments
 from specpaged.vllm_plugin.compat import check_version

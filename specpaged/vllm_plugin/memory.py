@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from specpaged.batch import RaggedRow, pack
 from specpaged.config import EngineConfig
 from specpaged.drafting.base import DraftOutput
 from specpaged.modeling.model_runner import ModelRunner
 from specpaged.modeling.pair import ModelPair
+from specpaged.modeling.ragged_batch import RaggedRow, pack
 from specpaged.paging.kv_cache import PagedKVCache
 from specpaged.sampling import get_sampling_batch
 from specpaged.sampling.processors import SamplingRequest

@@ -17,17 +17,17 @@ from vllm.logger import init_logger
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
 from specpaged.drafting.base import Drafter, DraftOutput, DraftRow
+from specpaged.engine.prompt_logprobs import record_prompt_logprobs
+from specpaged.engine.scheduler import ScheduledSequence
+from specpaged.engine.scoring import score
+from specpaged.engine.sequence import Sequence
 from specpaged.metrics import EngineMetrics
 from specpaged.modeling.model_runner import Argmax, ModelRunner
 from specpaged.paging.page_table import DRAFT, TARGET
-from specpaged.prompt_logprobs import record_prompt_logprobs
 from specpaged.sampling import get_sampling_batch
 from specpaged.sampling.batch import SamplingBatch
 from specpaged.sampling.logprobs import TokenLogprobs
 from specpaged.sampling.processors import SamplingRequest
-from specpaged.scheduling.base import ScheduledSequence
-from specpaged.scoring import score
-from specpaged.sequence import Sequence
 from specpaged.verification import get_verifier
 from specpaged.verification.base import VerifyOutput
 from specpaged.vllm_plugin.grammar import apply_grammar

@@ -11,12 +11,12 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from specpaged.engine.scheduler import ScheduledSequence
+from specpaged.engine.sequence import Sequence, derived_seed
 from specpaged.paging.block_allocator import IntegrityError
 from specpaged.paging.leased_page_table import LeasedPageTable
 from specpaged.paging.page_table import TARGET
 from specpaged.sampling.processors import SamplingRequest
-from specpaged.scheduling.base import ScheduledSequence
-from specpaged.sequence import Sequence, derived_seed
 from specpaged.vllm_plugin.params import translated
 
 if TYPE_CHECKING:

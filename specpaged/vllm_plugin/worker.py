@@ -17,10 +17,10 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from specpaged.drafting import get_drafter
+from specpaged.engine.report import StartupReport
 from specpaged.modeling.pair import ModelPair
 from specpaged.modeling.shard import Shard
 from specpaged.paging.kv_cache import PagedKVCache
-from specpaged.report import StartupReport
 from specpaged.vllm_plugin import admission
 from specpaged.vllm_plugin.compat import check_version
 from specpaged.vllm_plugin.config import engine_config

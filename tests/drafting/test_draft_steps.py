@@ -6,9 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specpaged.batch import RaggedBatch, RaggedRow, pack
 from specpaged.drafting.base import DraftRow
 from specpaged.drafting.draft_steps import DraftSteps
+from specpaged.modeling.ragged_batch import RaggedBatch, RaggedRow, pack
 
 
 def run(rows: list[DraftRow], block_size: int) -> tuple[list[list[int]], list[RaggedBatch], list[RaggedBatch]]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.realignment.engines import check_attention_reads_the_tensor_that_is_realigned, make_llm, run
+from tests.research.engines import check_attention_reads_the_tensor_that_is_realigned, make_llm, run
 
 
 @pytest.fixture(scope="module")

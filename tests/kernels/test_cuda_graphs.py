@@ -14,12 +14,12 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from triton.runtime.interpreter import InterpretedFunction
 
 from specpaged import LLM, SamplingParams
-from specpaged.batch import RaggedRow, pack
+from specpaged.engine.report import ModelReport
 from specpaged.modeling.cuda_graphs import Bucket, CudaGraphs
 from specpaged.modeling.loading import load_model
 from specpaged.modeling.model_runner import ModelRunner
+from specpaged.modeling.ragged_batch import RaggedRow, pack
 from specpaged.paging.kv_cache import PagedKVCache
-from specpaged.report import ModelReport
 from tests import toys
 from tests.modeling.families import save_toy
 from tests.modeling.world import random_tokens

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from specpaged.batch import RaggedRow, pack
-from specpaged.modeling.attention_torch import TorchPass
+from specpaged.modeling.attention.torch_pass import TorchPass
 from specpaged.modeling.numerics import AttentionScheme, fast_attention_scheme
+from specpaged.modeling.ragged_batch import RaggedRow, pack
 from specpaged_kernels.paged_attention import paged_attention_ref
 from specpaged_kernels.store_kv import store_kv_ref
 

@@ -6,11 +6,11 @@ import types
 import pytest
 import torch
 
-from specpaged.batch import RaggedRow, pack
-from specpaged.modeling import attention_xformers
-from specpaged.modeling.attention_torch import TorchPass
-from specpaged.modeling.attention_xformers import XformersPass
+from specpaged.modeling.attention import xformers_pass
+from specpaged.modeling.attention.torch_pass import TorchPass
+from specpaged.modeling.attention.xformers_pass import XformersPass
 from specpaged.modeling.numerics import fast_attention_scheme
+from specpaged.modeling.ragged_batch import RaggedRow, pack
 
 S, HEADS, KV_HEADS, D = 64, 4, 2, 32
 
@@ -93,9 +93,9 @@ def test_a_pass_is_torchs(kernel, query_lens, uniform, window):
 def test_it_says_why_it_cannot_be_used(
     monkeypatch, installed, block_pointers, device, dtype, head_dim, block_size, numerics, reason
 ):
-    monkeypatch.setattr(attention_xformers.importlib.util, "find_spec", lambda name: installed or None)
-    monkeypatch.setattr(attention_xformers.tl, "make_block_ptr", block_pointers, raising=False)
+    monkeypatch.setattr(xformers_pass.importlib.util, "find_spec", lambda name: installed or None)
+    monkeypatch.setattr(xformers_pass.tl, "make_block_ptr", block_pointers, raising=False)
     if not block_pointers:
-        monkeypatch.delattr(attention_xformers.tl, "make_block_ptr")
-    got = attention_xformers.why_not(torch.device(device), dtype, [(HEADS, KV_HEADS, head_dim)], block_size, numerics)
+        monkeypatch.delattr(xformers_pass.tl, "make_block_ptr")
+    got = xformers_pass.why_not(torch.device(device), dtype, [(HEADS, KV_HEADS, head_dim)], block_size, numerics)
     assert got is None if reason is None else reason in got

@@ -9,7 +9,6 @@ import torch
 import transformers
 
 from specpaged import LLM, SamplingParams
-from specpaged.batch import RaggedRow, pack
 from specpaged.modeling.flat import config as flat_families
 from specpaged.modeling.flat import weights
 from specpaged.modeling.flat.cpp_decoder import CppDecoder
@@ -18,6 +17,7 @@ from specpaged.modeling.flat.source import FlatSource, halves_apart
 from specpaged.modeling.flat.weights import Checkpoint, expected_shapes
 from specpaged.modeling.linear import runs_cpp
 from specpaged.modeling.loading import load_model
+from specpaged.modeling.ragged_batch import RaggedRow, pack
 from tests.modeling.families import FAMILIES, save_toy, toy_config
 from tests.modeling.world import World, random_tokens
 

@@ -5,11 +5,11 @@ import dataclasses
 import pytest
 import torch
 
-from specpaged.batch import RaggedRow, pack
 from specpaged.drafting.base import DraftRow
 from specpaged.drafting.draft_steps import DraftSteps
 from specpaged.modeling.loading import load_model
 from specpaged.modeling.model_runner import ModelRunner
+from specpaged.modeling.ragged_batch import RaggedRow, pack
 from specpaged.paging.kv_cache import PagedKVCache
 from tests.modeling.world import random_tokens
 

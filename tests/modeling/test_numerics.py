@@ -13,7 +13,7 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 from specpaged.modeling import linear, numerics
-from specpaged.modeling.attention_folded import attend_chunked, attend_sdpa
+from specpaged.modeling.attention.folded import attend_chunked, attend_sdpa
 from specpaged.modeling.exact import (
     ELEMENTWISE_GRAIN,
     ElementwisePieces,

@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from specpaged.batch import RaggedRow, pack
 from specpaged.modeling.loading import load_model
 from specpaged.modeling.model_runner import ModelRunner
+from specpaged.modeling.ragged_batch import RaggedRow, pack
 from specpaged.modeling.shard import Shard
 from specpaged.paging.kv_cache import PagedKVCache
 from tests.modeling.families import save_toy

@@ -7,9 +7,9 @@ import random
 import torch
 from torch import Tensor
 
-from specpaged.batch import RaggedRow, pack
 from specpaged.modeling.loading import LoadedModel
 from specpaged.modeling.model_runner import ModelRunner
+from specpaged.modeling.ragged_batch import RaggedRow, pack
 from specpaged.paging.kv_cache import PagedKVCache
 
 

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from specpaged.engine.stopping import IncrementalDetokenizer, StopChecker
 from specpaged.sampling_params import SamplingParams
-from specpaged.stopping import IncrementalDetokenizer, StopChecker
 
 TEXT = "the cat sat on the mat; größer, naïve café, 東京 and 👩‍🔬 say: STOP the cat stops here. " * 3
 

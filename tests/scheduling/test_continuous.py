@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specpaged.engine.sequence import SequenceStatus
 from specpaged.paging.page_table import TARGET
-from specpaged.sequence import SequenceStatus
 from tests.scheduling.world import make_scheduler, make_sequence, run_step
 
 

@@ -3,7 +3,7 @@
 from specpaged import SamplingParams
 from specpaged.paging.page_table import DRAFT
 from specpaged.studies.method import Method
-from tests.realignment.engines import make_llm
+from tests.research.engines import make_llm
 
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 

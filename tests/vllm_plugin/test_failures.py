@@ -8,7 +8,7 @@ vllm = pytest.importorskip("vllm", reason="vLLM is not installed: make install-v
 
 from vllm.sampling_params import StructuredOutputsParams  # noqa: E402
 
-from specpaged.scoring import score  # noqa: E402
+from specpaged.engine.scoring import score  # noqa: E402
 from tests.vllm_plugin.serving import PROMPTS, check_nothing_is_held, token_ids  # noqa: E402
 
 SPOILT = 3  # of PROMPTS

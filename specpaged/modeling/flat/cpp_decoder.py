@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from specpaged.batch import RaggedBatch
-from specpaged.modeling.attention import PagedPass
-from specpaged.modeling.attention_cpp import CppPass
+from specpaged.modeling.attention.base import PagedPass
+from specpaged.modeling.attention.cpp_pass import CppPass
 from specpaged.modeling.flat.config import FlatConfig
 from specpaged.modeling.flat.decoder import FlatDecoder
 from specpaged.modeling.flat.parts import CppGate
 from specpaged.modeling.linear import CPP_ROWS, CppKernel, FastLinear, RowExactLinear
+from specpaged.modeling.ragged_batch import RaggedBatch
 from specpaged_kernels.cpu import decoder as kernel
 from specpaged_kernels.cpu.paged_attention import Pass, make_pass
 

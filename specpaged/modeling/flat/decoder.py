@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specpaged.modeling.attention import PagedPass
+from specpaged.modeling.attention.base import PagedPass
 from specpaged.modeling.flat.config import FlatConfig
 from specpaged.modeling.flat.parts import Rotations
 

@@ -1,0 +1,1 @@
+"""One set of prompts, decoded in several ways, and the outputs compared."""

@@ -1,0 +1,1 @@
+"""The engine: what runs in a step, and the state of what runs."""

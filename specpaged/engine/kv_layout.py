@@ -1,0 +1,61 @@
+"""What an arm is: how sequences hold KV, and what happens to it when drafts are rejected."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from specpaged.paging.block_allocator import BlockAllocator
+from specpaged.paging.page_table import PageTable
+
+if TYPE_CHECKING:
+    from specpaged.engine.scheduler import ScheduledSequence
+    from specpaged.engine.sequence import Sequence
+    from specpaged.verification.base import VerifyOutput
+
+
+@dataclass
+class CopiedBytes:
+    """KV that an arm has written by copying, target's and draft's; what goes through a temporary counts twice."""
+
+    rollback: int = 0  # because drafts were rejected
+    gather: int = 0  # so that attention could read it, as one batch
+    other: int = 0  # because sequences came or left, or into their own caches: with drafts or without
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.rollback + self.gather + self.other
+
+
+class KVLayout:
+    """An arm, and the paged one ("truncate"): page tables are cut, and no KV is copied.
+
+    The engine calls `place` before the passes of a step, `limit` behind its verification, and `realign` when the page
+    tables have been cut behind what was accepted.
+    """
+
+    name = "truncate"
+    shares_blocks = True  # between sequences: forks and the prefix cache
+
+    def __init__(self, tokens_per_block: int):
+        self.tokens_per_block = tokens_per_block
+        self.copied = CopiedBytes()
+
+    def new_table(self, allocator: BlockAllocator, num_pools: int) -> PageTable:
+        """The page table of a sequence that begins."""
+        return PageTable(allocator, self.tokens_per_block, num_pools)
+
+    def place(self, entries: SequenceOf[ScheduledSequence]) -> None:
+        """Bring the KV of the sequences of a step to where its passes are to find it."""
+
+    def limit(self, verified: VerifyOutput) -> VerifyOutput:
+        """What of a step's output is kept."""
+        return verified
+
+    def realign(self, running: SequenceOf[Sequence]) -> None:
+        """Bring the KV of all running sequences into the layout's order."""
+
+    def check_integrity(self) -> None:
+        """IntegrityError where the layout's invariants do not hold."""

@@ -1,0 +1,1 @@
+"""Attention over paged KV: the contract of a pass, and its backends."""

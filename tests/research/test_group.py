@@ -1,0 +1,71 @@
+"""Caches of their own, put together for each batch."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from specpaged.paging.block_allocator import IntegrityError
+from specpaged.paging.page_table import DRAFT
+from tests.research.world import MAX_MODEL_LEN, K, World
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_batch_finds_the_tokens_of_its_sequences(seed):
+    """World.play looks, before it writes, at every token of every row."""
+    rng = random.Random(seed)
+    world = World("group", num_rows=3, num_sequences=6)
+    for _ in range(40):
+        while len(world.lines) < 6:
+            world.add(rng.randint(1, 20))
+        chosen = rng.sample(world.lines, rng.randint(1, 3))
+        world.play({line: rng.randint(0, K) for line in chosen})
+        for line in list(world.lines):
+            if line.num_tokens + K >= MAX_MODEL_LEN or rng.random() < 0.05:
+                world.remove(line)
+        world.realign()
+    assert world.kv_layout.copied.rollback == 0
+    assert world.kv_layout.copied.gather > 0
+    assert world.kv_layout.copied.other > 0
+
+
+def test_sequences_of_one_length_begin_in_column_0_and_those_that_stay_are_not_copied_again():
+    world = World("group", num_rows=2, num_sequences=3)
+    first, second, third = world.add(6), world.add(6), world.add(20)
+    world.play({first: 1, second: 1})
+    world.realign()
+    assert world.kv_layout.copied.gather == 0
+    for _ in range(2):
+        world.play({first: 2, second: 2})
+        assert first.page_table.start == second.page_table.start == 0
+        world.realign()
+    assert world.kv_layout.copied.gather == 0
+    held = world.kept_bytes(first)
+    world.play({third: 3, first: 0})  # behind which the longer one sets the columns
+    world.realign()
+    assert world.kv_layout.copied.gather == held
+    assert world.kv_layout.copied.other == sum(map(world.kept_bytes, world.lines))
+
+
+def test_kv_that_was_cut_off_is_copied_to_its_cache_again():
+    """As an uncached draft's is after every round. World.play looks at every token of a row before it writes."""
+    world = World("group", num_rows=1, num_sequences=2)
+    first, second = world.add(6), world.add(4)
+    world.play({first: 1})
+    world.realign()
+    first.page_table.truncate(DRAFT, 0)
+    for own in world.caches[DRAFT].caches[first.page_table.blocks[0] - 1]:
+        own.fill_(float("nan"))
+    for line in (first, second, first):
+        world.play({line: 0})
+        world.realign()
+
+
+def test_what_is_not_in_a_sequences_own_cache_is_found():
+    world = World("group", num_rows=1)
+    line = world.add(5)
+    world.play({line: 2})
+    with pytest.raises(IntegrityError, match=r"\[0, 0\] of its \[7, 7\] tokens"):
+        world.kv_layout.check_integrity()
+    world.realign()
