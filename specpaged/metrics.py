@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
+from typing import NamedTuple
 
-STAGES = ("schedule", "propose", "score", "verify", "commit")
+STAGES = ("schedule", "score", "verify", "commit", "propose")
 
 
 @dataclass
@@ -65,6 +66,18 @@ class RequestMetrics(DraftCounters):
         return total
 
 
+class PartCounts(NamedTuple):
+    """What an engine's parts have counted in their lives: scheduler, KV layout, model runners."""
+
+    preemptions: int = 0
+    grouped_rounds: int = 0
+    fallback_rounds: int = 0
+    rollback_bytes: int = 0
+    gathered_bytes: int = 0
+    other_copied_bytes: int = 0
+    filler_rows: int = 0
+
+
 @dataclass
 class EngineMetrics(DraftCounters):
     """Totals since the engine started; the two gauges (in use, unverified) are of the last step.
@@ -106,6 +119,16 @@ class EngineMetrics(DraftCounters):
         per_position.extend([0] * (num_draft_tokens - len(per_position)))
         for position in range(num_accepted):
             per_position[position] += 1
+
+    def add_parts(self, before: PartCounts, now: PartCounts) -> None:
+        """What the engine's parts have counted between two moments."""
+        self.preemptions += now.preemptions - before.preemptions
+        self.grouped_rounds += now.grouped_rounds - before.grouped_rounds
+        self.fallback_rounds += now.fallback_rounds - before.fallback_rounds
+        self.rollback_bytes += now.rollback_bytes - before.rollback_bytes
+        self.gathered_bytes += now.gathered_bytes - before.gathered_bytes
+        self.other_copied_bytes += now.other_copied_bytes - before.other_copied_bytes
+        self.filler_rows += now.filler_rows - before.filler_rows
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:

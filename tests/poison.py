@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from specpaged import LLM
+from specpaged.modeling.forward_output import Argmax
 
 
 class Poison:
@@ -14,8 +17,8 @@ class Poison:
         self.after = after
         self.victim_blocks: set[int] = set()
         self.reused_blocks: set[int] = set()
-        self._forward, self._schedule = self.engine.target.forward, self.engine.scheduler.schedule
-        monkeypatch.setattr(self.engine.target, "forward", self.forward)
+        self._schedule = self.engine.scheduler.schedule
+        monkeypatch.setattr(self.engine.target, "forward", spoiled(self.engine.target.forward, self.spoil))
         monkeypatch.setattr(self.engine.scheduler, "schedule", self.schedule)
 
     def victim(self):
@@ -33,15 +36,27 @@ class Poison:
             self.reused_blocks |= held & self.victim_blocks
         return self._schedule()
 
-    def forward(self, batch):
-        logits, sequence = self._forward(batch), self.victim()
+    def spoil(self, batch, logits):
+        sequence = self.victim()
         if sequence is not None and len(sequence.output_token_ids) >= self.after:
             self.victim_blocks.update(sequence.page_table.blocks)
             owners = [n for n, count in enumerate(batch.num_logits) for _ in range(count)]
             first_blocks = batch.page_table[:, 0].tolist()
             rows = [r for r, n in enumerate(owners) if first_blocks[n] == sequence.page_table.blocks[0]]
             logits[rows] = float("nan")
-        return logits
+
+
+def spoiled(forward, spoil):
+    """A ModelRunner.forward whose logits `spoil(batch, logits)` has changed in place before anybody reads them."""
+
+    def changed(batch, *, argmax_of=None, hidden=None):
+        output = forward(batch, hidden=hidden)
+        spoil(batch, output.logits)
+        if argmax_of is None:
+            return output
+        return replace(output, logits=None, argmax=Argmax.of(output.logits[:, :argmax_of]))
+
+    return changed
 
 
 def slots(blocks, length, block_size):

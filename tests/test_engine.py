@@ -180,13 +180,13 @@ def test_k_follows_the_batch_size(toy_pair, plain, monkeypatch):
     prompts = toys.prompts(8)
     params = [SamplingParams(max_tokens=8 + 8 * i, **GREEDY) for i in range(8)]
     llm = make_llm(toy_pair, speculative={"num_speculative_tokens_per_batch_size": [[1, 2, 5], [3, 5, 2], [6, 64, 0]]})
-    propose, steps = llm.engine._propose, []
+    score, steps = llm.engine.speculative_step.score, []
 
-    def watched(scheduled, sampling):
-        steps.append([entry.num_draft_tokens for entry in scheduled.entries])
-        return propose(scheduled, sampling)
+    def watched(entries):
+        steps.append([entry.num_draft_tokens for entry in entries])
+        return score(entries)
 
-    monkeypatch.setattr(llm.engine, "_propose", watched)
+    monkeypatch.setattr(llm.engine.speculative_step, "score", watched)
     outputs = generate(llm, prompts, params)
     assert token_ids(outputs) == [token_ids(generate(plain, q, p))[0] for q, p in zip(prompts, params, strict=True)]
     assert {len(step) for step in steps} >= {1, 4, 7}  # the batch drains
@@ -365,11 +365,11 @@ def test_a_nan_in_a_prefill_does_not_stay_in_the_prefix_cache(toy_pair, plain, m
     llm = make_llm(toy_pair, k=0, block_size=4, max_num_batched_tokens=16, enable_prefix_caching=True)
     cache, forward = llm.engine.target.kv_cache, llm.engine.target.forward
 
-    def forward_once_broken(batch):
-        logits = forward(batch)
+    def forward_once_broken(batch, **options):
+        output = forward(batch, **options)
         cache.layers[0][batch.slot_mapping[:1]] = float("nan")
         monkeypatch.setattr(llm.engine.target, "forward", forward)
-        return logits
+        return output
 
     monkeypatch.setattr(llm.engine.target, "forward", forward_once_broken)
     with pytest.raises(ValueError, match="NaN"):
@@ -402,17 +402,16 @@ def test_truncate_moves_no_kv(toy_pair, monkeypatch):
     """P2: nothing is written to either pool between the end of a pass and the next one."""
     llm = make_llm(toy_pair, k=4)
     engine = llm.engine
-    commit = engine._commit
+    commit = engine.speculative_step.commit
     changed = []
 
     def watched(*args):
         before = [layer.clone() for r in (engine.target, engine.draft) for layer in r.kv_cache.layers]
-        outputs = commit(*args)
+        commit(*args)
         after = [layer for r in (engine.target, engine.draft) for layer in r.kv_cache.layers]
         changed.append(any(not torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(before, after, strict=True)))
-        return outputs
 
-    monkeypatch.setattr(engine, "_commit", watched)
+    monkeypatch.setattr(engine.speculative_step, "commit", watched)
     generate(llm, toys.prompts(4), SamplingParams(max_tokens=16, **GREEDY))
     assert llm.metrics.rollbacks > 0
     assert llm.metrics.rollback_blocks_freed > 0
@@ -450,14 +449,14 @@ def test_metrics_add_up(toy_pair):
 
 def test_k_zero_is_the_plain_path(toy_pair):
     llm = make_llm(toy_pair, k=0, speculative={})
-    assert llm.engine.drafter is None
+    assert llm.engine.speculative_step.drafter is None
     zero = LLM(
         toy_pair.target,
         speculative_config=SpeculativeConfig(num_speculative_tokens=0),
         max_model_len=64,
         max_num_seqs=2,
     )
-    assert zero.engine.drafter is None
+    assert zero.engine.speculative_step.drafter is None
     assert zero.engine.num_pools == 1
 
 

@@ -17,7 +17,7 @@ import torch
 
 from specpaged import LLM, SamplingParams
 from specpaged.engine.engine import Engine
-from specpaged.metrics import STAGES, EngineMetrics
+from specpaged.metrics import STAGES
 from specpaged.modeling.model_runner import ModelRunner
 from specpaged.testing import SyntheticPair, synthetic_pair
 
@@ -127,7 +127,7 @@ def _cell(engine: Engine, prompts: list[list[int]], k: int, steps: int) -> tuple
         engine.step()
     graphs = [runner.graphs for runner in (engine.target, engine.draft) if runner.graphs is not None]
     num_captured = sum(g.num_captured for g in graphs)
-    engine.metrics = EngineMetrics()
+    engine.reset_metrics()
     seconds: list[float] = []
     for _ in range(steps):
         start = time.perf_counter()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
+from specpaged.drafting.draft import Draft
+from specpaged.modeling.forward_output import HiddenStates, HiddenStatesRequest
 from specpaged.sampling.batch import SamplingBatch
 
 
@@ -18,34 +20,52 @@ class DraftRow:
     `token_ids` are the known tokens, in order, that the drafter has not seen (KV missing in its pool from
     `context_len` on); `blocks` covers them and `num_draft_tokens - 1` slots more. With `num_draft_tokens` = 0
     the drafter only catches up; otherwise `request_idx` is the sequence's place in the sampling batch.
+
+    A drafter that reads the target gets the hidden states of the known tokens which the target has just run: of those
+    at positions `hidden_position`, `hidden_position` + 1, ... A sequence of 8 known tokens, of which the target has run
+    the last but one, 2 drafts that stand (now known tokens, too) and one that was rejected; the newest token it has not
+    run yet:
+
+        position         0 .. 4 | 5  6  7 | 8          hidden_position 5, 3 rows
+                                | run     | bonus      token_ids: those from the drafter's context_len on, to 8
     """
 
+    sequence: Hashable  # whose it is, for a drafter that keeps something by sequence
     token_ids: Sequence[int]
     context_len: int
     blocks: Sequence[int]
     num_draft_tokens: int
     request_idx: int
+    hidden_states: HiddenStates | None = None
+    hidden_position: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class DraftOutput:
-    """Drafts of the sequences of a sampling batch, in its order (empty where nothing was asked for)."""
+    """Drafts of the sequences of a sampling batch, in its order, as verification reads them."""
 
-    token_ids: list[list[int]]
+    token_ids: list[Sequence[int]]
     probs: list[Tensor | None]  # per sequence [k_i, V] fp32, processed; only for rejection sampling
 
     @classmethod
-    def empty(cls, num_requests: int) -> DraftOutput:
-        """No drafts: the plain path."""
-        return cls([[] for _ in range(num_requests)], [None] * num_requests)
+    def of(cls, drafts: Sequence[Draft]) -> DraftOutput:
+        """The drafts, taken apart."""
+        return cls([draft.token_ids for draft in drafts], [draft.probs for draft in drafts])
 
 
 class Drafter(Protocol):
     """Proposes tokens; never decides any."""
 
-    def propose(self, rows: Sequence[DraftRow], sampling: SamplingBatch, num_requests: int) -> DraftOutput:
-        """Draft for every row that asks for it, and bring the drafter's KV of all rows up to date.
+    hidden_states: HiddenStatesRequest | None  # what it reads of the target
 
-        Afterwards the drafter's pool holds KV for `token_ids` of every row, then for d1 .. d(k-1).
+    def propose(self, rows: Sequence[DraftRow], sampling: SamplingBatch) -> list[Draft]:
+        """A draft for each sequence of `sampling`, in its order, by the rows that name them in `request_idx`.
+
+        The drafter's KV of all rows is brought up to date: afterwards its pool holds KV for `token_ids` of every row,
+        then for d1 .. d(k-1).
         """
+        ...
+
+    def forget(self, sequence: Hashable) -> None:
+        """The sequence has ended, or given up its KV: whatever was kept of it goes."""
         ...

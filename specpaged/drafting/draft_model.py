@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from specpaged.drafting.base import DraftOutput, DraftRow
+from specpaged.drafting.base import DraftRow
+from specpaged.drafting.draft import Draft
 from specpaged.drafting.draft_steps import DraftSteps
+from specpaged.modeling.forward_output import DraftedTokens
 from specpaged.modeling.model_runner import ModelRunner
 from specpaged.modeling.ragged_batch import RaggedBatch, RaggedRow, pack
 from specpaged.sampling.batch import SamplingBatch
@@ -24,79 +28,79 @@ class DraftModelDrafter:
         pass 3 runs  d2    -> d3        (d3 has no KV: the pool ends behind d2)
     """
 
+    hidden_states = None  # it reads tokens alone
+
     def __init__(self, runner: ModelRunner, vocab_size: int, max_num_batched_tokens: int, with_probs: bool):
         self.runner = runner
         self.vocab_size = vocab_size
         self.max_num_batched_tokens = max_num_batched_tokens
         self.with_probs = with_probs
 
-    def propose(self, rows: Sequence[DraftRow], sampling: SamplingBatch, num_requests: int) -> DraftOutput:
-        """See Drafter.propose."""
+    @override
+    def propose(self, rows: Sequence[DraftRow], sampling: SamplingBatch) -> list[Draft]:
         drafting = [row for row in rows if row.num_draft_tokens > 0]
-        drafts: list[list[int]] = [[] for _ in range(num_requests)]
-        no_probs = [None] * num_requests
         passes = [self._packed(chunk) for chunk in self._chunks(rows)]
         if not drafting:
             for batch in passes:
                 self.runner.forward(batch)
-            return DraftOutput(drafts, no_probs)
+            return []
         cache = self.runner.kv_cache
         steps = DraftSteps(drafting, cache.block_size, self.runner.model.device, cache.block_stride)
         if sampling.takes_argmax:
-            steps.distribute(self._greedy(passes, steps), drafts)
-            return DraftOutput(drafts, no_probs)
-        return DraftOutput(drafts, self._sample(passes, steps, sampling, drafts))
+            return steps.drafts(self._greedy(passes, steps))
+        return self._sample(passes, steps, sampling)
 
-    def _greedy(self, passes: Sequence[RaggedBatch], steps: DraftSteps) -> list[Tensor]:
+    @override
+    def forget(self, sequence: Hashable) -> None:
+        pass  # its KV is the page table's
+
+    def _greedy(self, passes: Sequence[RaggedBatch], steps: DraftSteps) -> list[DraftedTokens]:
         """The tokens of each step. Nothing is asked of the host between the passes."""
         if len(passes) > 1:  # rows of the first step are in several of them
-            first = torch.cat([self.runner.argmax(batch, self.vocab_size).token_ids for batch in passes])
+            parts = [self.runner.greedy_steps([batch], [None], self.vocab_size)[0] for batch in passes]
+            first = DraftedTokens(*map(torch.cat, zip(*parts, strict=True)))
             if len(steps) == 1:
                 return [first]
-            kept = steps.kept[1]
-            batches = [steps.batch(1, first if kept is None else first.index_select(0, kept))]
-            found, next_step = [first], 2
+            source_idx = steps.source_idx[1]
+            first_ids = first.token_ids
+            batches = [steps.batch(1, first_ids if source_idx is None else first_ids.index_select(0, source_idx))]
+            drafted, next_step = [first], 2
         else:
-            batches, found, next_step = [passes[0]], [], 1
+            batches, drafted, next_step = [passes[0]], [], 1
         # A batch's own tokens are those of the pass before it.
         batches += [steps.batch(step, batches[0].token_ids) for step in range(next_step, len(steps))]
-        kept = [None, *steps.kept[next_step:]]
-        return found + self.runner.greedy_steps(batches, kept, self.vocab_size)
+        source_idx = [None, *steps.source_idx[next_step:]]
+        return drafted + self.runner.greedy_steps(batches, source_idx, self.vocab_size)
 
-    def _sample(
-        self,
-        passes: Sequence[RaggedBatch],
-        steps: DraftSteps,
-        sampling: SamplingBatch,
-        drafts: list[list[int]],
-    ) -> list[Tensor | None]:
-        """Fills `drafts`; the probabilities [k, V] of each, if these are asked for."""
+    def _sample(self, passes: Sequence[RaggedBatch], steps: DraftSteps, sampling: SamplingBatch) -> list[Draft]:
         logits = torch.cat([self._logits(batch) for batch in passes])
         sampling.draw_noise(steps.request_idx)
-        probs: list[list[Tensor]] = [[] for _ in drafts]
-        sampled: list[Tensor] = []
+        token_ids: list[list[int]] = [[] for _ in sampling.requests]  # drafts so far, where processing looks at them
+        probs: list[list[Tensor]] = [[] for _ in sampling.requests]
+        drafted: list[DraftedTokens] = []
         for step, request_idx in enumerate(steps.request_idx):
             if step > 0:
-                kept = steps.kept[step]
-                token_ids = sampled[-1] if kept is None else sampled[-1].index_select(0, kept)
-                logits = self._logits(steps.batch(step, token_ids))
+                last, source_idx = drafted[-1].token_ids, steps.source_idx[step]
+                logits = self._logits(
+                    steps.batch(step, last if source_idx is None else last.index_select(0, source_idx))
+                )
+                if sampling.needs_processing:
+                    for i, token_id in zip(steps.request_idx[step - 1], last.tolist(), strict=True):
+                        token_ids[i].append(token_id)
             seen = [step] * len(request_idx)
-            if sampling.needs_processing and step > 0:  # which looks at the drafts so far
-                steps.distribute(sampled[-1:], drafts, step - 1)
-            processed = sampling.process(logits, request_idx, seen, drafts)
-            sampled.append(sampling.sample(processed, request_idx, seen)[0])
+            processed = sampling.process(logits, request_idx, seen, token_ids)
+            drafted.append(DraftedTokens.of(processed, sampling.sample(processed, request_idx, seen)[0]))
             if self.with_probs:
                 for i, row_probs in zip(request_idx, sampling.probs(processed).unbind(), strict=True):
                     probs[i].append(row_probs)
-        if sampling.needs_processing:
-            steps.distribute(sampled[-1:], drafts, len(steps) - 1)
-        else:
-            steps.distribute(sampled, drafts)
-        return [torch.stack(p) if p else None for p in probs]
+        drafts = steps.drafts(drafted)
+        if not self.with_probs:
+            return drafts
+        return [replace(draft, probs=torch.stack(of_draft)) for draft, of_draft in zip(drafts, probs, strict=True)]
 
     def _logits(self, batch: RaggedBatch) -> Tensor:
         """[M, V]"""
-        return self.runner.forward(batch)[:, : self.vocab_size]
+        return self.runner.forward(batch).logits[:, : self.vocab_size]
 
     def _packed(self, rows: Sequence[RaggedRow]) -> RaggedBatch:
         cache = self.runner.kv_cache

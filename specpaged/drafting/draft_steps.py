@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from specpaged.drafting.base import DraftRow
+from specpaged.drafting.draft import Draft
+from specpaged.modeling.forward_output import DraftedTokens
 from specpaged.modeling.ragged_batch import RaggedBatch, flat_page_table, ints, upload
 
 
@@ -19,7 +21,7 @@ class DraftSteps:
 
         step        0       1      2
         rows      A B C    A C     A
-        kept               0 2     0       those rows' places in the step before (None: all of its rows)
+        source_idx         0 2     0       those rows in the step before (None: all of its rows)
         position           8 5     9       of the draft that runs
     """
 
@@ -44,7 +46,7 @@ class DraftSteps:
             tuple(row.context_len + len(row.token_ids) + step for row in rows_of_step)
             for step, rows_of_step in enumerate(members[1:])
         ]
-        self.kept: list[Tensor | None] = [None] * num_steps
+        self.source_idx: list[Tensor | None] = [None] * num_steps
         if num_steps == 1:
             return
         counts = [len(rows_of_step) for rows_of_step in members[1:]]
@@ -54,24 +56,24 @@ class DraftSteps:
             for rows_of_step, contexts in zip(members[1:], self._contexts, strict=True)
             for row, position in zip(rows_of_step, contexts, strict=True)
         ]
-        kept = [i for part in going_on if part is not None for i in part]
+        source = [i for part in going_on if part is not None for i in part]
         width = -(-(max(positions) + 1) // block_size)
         first = members[1]
-        wide = upload(ints([*positions, *slots, *range(len(first)), *kept]), device)
+        wide = upload(ints([*positions, *slots, *range(len(first)), *source]), device)
         blocks = flat_page_table([row.blocks for row in first], width)
         narrow = upload(ints([*blocks, *positions, *range(len(first) + 1)], torch.int32), device)
         total = len(positions)
-        places, targets, self._rows, kept_idx = wide.split_with_sizes([total, total, len(first), len(kept)])
+        places, targets, self._rows, source_rows = wide.split_with_sizes([total, total, len(first), len(source)])
         table_idx, contexts, self._bounds = narrow.split_with_sizes([len(first) * width, total, len(first) + 1])
         self._positions, self._slots, self._context_lens = (
             x.split_with_sizes(counts) for x in (places, targets, contexts)
         )
-        parts = iter(kept_idx.split_with_sizes([len(part) for part in going_on if part is not None]))
-        self.kept[1:] = [None if part is None else next(parts) for part in going_on]
+        parts = iter(source_rows.split_with_sizes([len(part) for part in going_on if part is not None]))
+        self.source_idx[1:] = [None if part is None else next(parts) for part in going_on]
         self._page_tables = [table_idx.view(len(first), width)]
-        for kept_of_step in self.kept[2:]:
+        for of_step in self.source_idx[2:]:
             before = self._page_tables[-1]
-            self._page_tables.append(before if kept_of_step is None else before.index_select(0, kept_of_step))
+            self._page_tables.append(before if of_step is None else before.index_select(0, of_step))
 
     def __len__(self) -> int:
         return len(self.request_idx)
@@ -94,9 +96,13 @@ class DraftSteps:
             block_stride=self.block_stride,
         )
 
-    def distribute(self, sampled: Sequence[Tensor], drafts: Sequence[list[int]], first_step: int = 0) -> None:
-        """Append what some steps from first_step on sampled to each request's draft: one transfer for all of them."""
-        token_ids = iter((sampled[0] if len(sampled) == 1 else torch.cat(list(sampled))).tolist())
-        for request_idx in self.request_idx[first_step : first_step + len(sampled)]:
-            for i in request_idx:
-                drafts[i].append(next(token_ids))
+    def drafts(self, drafted: Sequence[DraftedTokens]) -> list[Draft]:
+        """The draft of each request, by its request_idx, of what all steps have drafted: one transfer for all."""
+        numbers = torch.cat([step.token_ids for step in drafted]).tolist()
+        logprobs = torch.cat([step.logprobs for step in drafted]).tolist()
+        of_requests: list[tuple[list[int], list[float]]] = [([], []) for _ in self.request_idx[0]]
+        requests = (i for request_idx in self.request_idx for i in request_idx)
+        for i, token_id, logprob in zip(requests, numbers, logprobs, strict=True):
+            of_requests[i][0].append(token_id)
+            of_requests[i][1].append(logprob)
+        return [Draft(*of_request) for of_request in of_requests]

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
-from specpaged.drafting.base import DraftOutput, DraftRow
+from typing_extensions import override
+
+from specpaged.drafting.base import DraftRow
+from specpaged.drafting.draft import NO_DRAFT, Draft
 from specpaged.sampling.batch import SamplingBatch
 
 
@@ -16,20 +19,25 @@ class NgramDrafter:
     nothing is proposed.
     """
 
+    hidden_states = None
+
     def __init__(self, prompt_lookup_min: int, prompt_lookup_max: int):
         self.prompt_lookup_min = prompt_lookup_min
         self.prompt_lookup_max = prompt_lookup_max
 
-    def propose(self, rows: Sequence[DraftRow], sampling: SamplingBatch, num_requests: int) -> DraftOutput:
-        """See Drafter.propose. Of a row only `request_idx` and `num_draft_tokens` are read."""
-        drafts: list[list[int]] = [[] for _ in range(num_requests)]
+    def propose(self, rows: Sequence[DraftRow], sampling: SamplingBatch) -> list[Draft]:
+        """Of a row only `request_idx` and `num_draft_tokens` are read."""
+        drafts = [NO_DRAFT] * len(sampling.requests)
         for row in rows:
             request = sampling.requests[row.request_idx]
             known = [*request.prompt_token_ids, *request.output_token_ids]
-            drafts[row.request_idx] = lookup(
-                known, self.prompt_lookup_min, self.prompt_lookup_max, row.num_draft_tokens
-            )
-        return DraftOutput(drafts, [None] * num_requests)
+            token_ids = lookup(known, self.prompt_lookup_min, self.prompt_lookup_max, row.num_draft_tokens)
+            drafts[row.request_idx] = Draft(token_ids)
+        return drafts
+
+    @override
+    def forget(self, sequence: Hashable) -> None:
+        pass  # nothing is kept
 
 
 def lookup(token_ids: Sequence[int], shortest: int, longest: int, count: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""The engine: schedule -> propose -> score -> verify -> commit."""
+"""The engine: schedule -> score -> verify -> commit -> propose."""
 
 from __future__ import annotations
 
@@ -8,27 +8,22 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from specpaged.config import EngineConfig
-from specpaged.drafting.base import Drafter, DraftOutput, DraftRow
+from specpaged.drafting.base import Drafter
 from specpaged.engine.kv_layout import KVLayout
-from specpaged.engine.prompt_logprobs import record_prompt_logprobs
 from specpaged.engine.request import Request, validate_request
-from specpaged.engine.scheduler import ScheduledSequence, ScheduledStep, Scheduler
-from specpaged.engine.scoring import score
+from specpaged.engine.scheduler import ScheduledStep, Scheduler
 from specpaged.engine.sequence import Sequence, derived_seed
+from specpaged.engine.step import ScoredStep, SpeculativeStep
 from specpaged.engine.stopping import StopChecker
-from specpaged.metrics import EngineMetrics
+from specpaged.metrics import EngineMetrics, PartCounts
 from specpaged.modeling.model_runner import ModelRunner
 from specpaged.outputs import RequestOutput
 from specpaged.paging.block_allocator import BlockAllocator
-from specpaged.paging.page_table import DRAFT, TARGET, PageTable
 from specpaged.paging.prefix_cache import PrefixCache
-from specpaged.sampling import get_sampling_batch
-from specpaged.sampling.batch import SamplingBatch, SamplingRequest
+from specpaged.sampling.processors import SamplingRequest
 from specpaged.sampling_params import SamplingParams, bad_words_token_ids
-from specpaged.verification import get_verifier
 from specpaged.verification.base import VerifyOutput
 
 
@@ -45,7 +40,8 @@ class Engine:
     """Runs requests to their end, step by step, over a target and (with speculation) a drafter.
 
     Blocks belong to this engine's allocator; models, drafter and verifier get page tables, lengths and tokens
-    as values. `config.max_model_len` is resolved (an int).
+    as values. `config.max_model_len` is resolved (an int). `scheduler` makes the scheduler, of ContinuousScheduler's
+    arguments; `kv_layout` is how sequences hold KV.
     """
 
     def __init__(
@@ -56,21 +52,16 @@ class Engine:
         draft: ModelRunner | None,
         drafter: Drafter | None,
         scheduler: Callable[..., Scheduler],
-        kv_layout: KVLayout | None = None,
+        kv_layout: KVLayout,
     ):
         self.config = config
         self.vocabulary = vocabulary
         self.target = target
         self.draft = draft
-        self.drafter = drafter
-        self.kv_layout = kv_layout or KVLayout(config.block_size)
-        self.metrics = EngineMetrics()
+        self.kv_layout = kv_layout
         speculative = config.speculative_config if drafter is not None else None
         self.max_draft_tokens = speculative.max_draft_tokens if speculative else 0
         self.num_pools = 2 if draft is not None else 1
-        backend = target.model.backend
-        self.verifier = get_verifier(speculative.verification if speculative else "coupled", backend)
-        self.sampling_batch = get_sampling_batch(backend)
         num_slots = target.kv_cache.num_slots
         if num_slots < config.max_model_len:
             raise ValueError(
@@ -80,16 +71,24 @@ class Engine:
         self.prefix_cache = PrefixCache(self.allocator, config.block_size) if config.enable_prefix_caching else None
         self.scheduler = scheduler(
             self.allocator,
-            block_size=self.kv_layout.tokens_per_block,
+            block_size=kv_layout.tokens_per_block,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=config.max_model_len,
             speculative_config=speculative,
             prefix_cache=self.prefix_cache,
         )
+        self.speculative_step = SpeculativeStep(
+            target,
+            drafter,
+            speculative.verification if speculative else "coupled",
+            vocabulary.size,
+            EngineMetrics(),
+            limit=lambda verified: self.kv_layout.limit(verified),
+        )
         self.requests: dict[str, Request] = {}
         self._num_seeds_derived = 0
-        self._counted: dict[str, int] = {}  # see _count_parts
+        self._counted = PartCounts()  # of the metrics so far
 
     def add_request(
         self,
@@ -112,32 +111,15 @@ class Engine:
             has_tokenizer=self.vocabulary.tokenizer is not None,
             max_model_len=self.config.max_model_len,
             max_draft_tokens=self.max_draft_tokens,
-            verification=self.verifier.name,
+            verification=self.speculative_step.verifier.name,
         )
-        max_draft_tokens = self.max_draft_tokens
-        if params.num_speculative_tokens is not None:
-            max_draft_tokens = params.num_speculative_tokens
-        stop_ids = {*self.vocabulary.eos_token_ids, *params.stop_token_ids}
         bad_words = ()
         if params.bad_words:
             bad_words = bad_words_token_ids(params, self.vocabulary.tokenizer, self.vocabulary.size)
         seed = params.seed if params.seed is not None else self._derive_seed()
-        sequences = []
-        for child in range(params.n):
-            # A request that never drafts needs no draft KV: its page table has one pool.
-            table = self.kv_layout.new_table(self.allocator, self.num_pools if max_draft_tokens else 1)
-            child_seed = (seed + child) % 2**64
-            sequence = Sequence(
-                request_id, list(prompt_token_ids), params, child_seed, table, max_draft_tokens, child_idx=child
-            )
-            sequence.sampling_request = SamplingRequest.of(sequence, stop_ids, bad_words)
-            sequence.stop_checker = StopChecker(
-                params,
-                self.vocabulary.eos_token_ids,
-                self.vocabulary.tokenizer,
-                max_output_tokens=self.config.max_model_len - len(prompt_token_ids),
-                prompt_token_ids=sequence.prompt_token_ids,
-            )
+        sequences: list[Sequence] = []
+        for child_idx in range(params.n):
+            sequence = self._new_sequence(request_id, prompt_token_ids, params, seed, child_idx, bad_words)
             sequence.fork_source = sequences[0] if sequences and self.kv_layout.shares_blocks else None
             sequences.append(sequence)
         self.requests[request_id] = Request(request_id, prompt, sequences)
@@ -163,29 +145,16 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[RequestOutput]:
         """Run one step; the outputs of the requests that ended in it."""
-        stage = self.metrics.stage
-        with stage("schedule"):
-            scheduled = self.scheduler.schedule()
-            self._copy_forks(scheduled)
-            sampling = self.sampling_batch(
-                [entry.sequence.sampling_request for entry in scheduled.entries if entry.samples],
-                self.vocabulary.size,
-                self.target.model.device,
-            )
+        scheduled = self._schedule()
         if not scheduled.entries:
-            if self.has_unfinished_requests:
-                raise RuntimeError(f"no sequence can run, and {len(self.scheduler)} wait: {list(self.scheduler)}")
             return []
-        self._place(scheduled)
-        with stage("propose"):
-            draft = self._propose(scheduled, sampling)
-        with stage("score"):
-            argmax = sampling.takes_argmax and not sampling.wants_logprobs
-            logits, prompt_logits = score(self.target, scheduled.entries, draft.token_ids, self.vocabulary.size, argmax)
-        with stage("verify"):
-            verified = self.kv_layout.limit(self.verifier.verify(logits, draft, sampling))
-        with stage("commit"):
-            return self._commit(scheduled, draft, verified, prompt_logits)
+        scored = self.speculative_step.score(scheduled.entries)
+        verified = self.speculative_step.verify(scored)
+        self.speculative_step.commit(scored, verified)
+        self._fail_who_has_no_token(scored, verified)
+        self._realign()
+        self.speculative_step.propose(scored, self.scheduler.reserve_drafts)
+        return self._finish_who_ended(scored)
 
     def check_integrity(self) -> None:
         """Free + held == total, and every block held is held by a sequence of this engine."""
@@ -193,140 +162,107 @@ class Engine:
         self.kv_layout.check_integrity()
         if self.prefix_cache is not None:
             self.prefix_cache.check_integrity()
-        for runner in (self.target, self.draft):
-            if runner is not None:
-                runner.kv_cache.check_integrity()
+        for runner in self._runners:
+            runner.kv_cache.check_integrity()
+
+    @property
+    def metrics(self) -> EngineMetrics:
+        """Totals since the engine started, or since `reset_metrics`."""
+        return self.speculative_step.metrics
+
+    def reset_metrics(self) -> None:
+        """Count from zero again."""
+        self.speculative_step.metrics = EngineMetrics()
+
+    @property
+    def _runners(self) -> list[ModelRunner]:
+        return [self.target] if self.draft is None else [self.target, self.draft]
 
     def _derive_seed(self) -> int:
         self._num_seeds_derived += 1
         return derived_seed(self.config.seed, self._num_seeds_derived - 1)
 
-    def _copy_forks(self, scheduled: ScheduledStep) -> None:
-        if scheduled.forks:
-            for runner in (self.target, self.draft):
-                if runner is not None:
-                    self.metrics.fork_copied_bytes += runner.kv_cache.copy_blocks(scheduled.forks)
-
-    def _place(self, scheduled: ScheduledStep) -> None:
-        start = time.perf_counter()
-        self.kv_layout.place(scheduled.entries)
-        self.metrics.rollback_seconds += time.perf_counter() - start
-
-    def _propose(self, scheduled: ScheduledStep, sampling: SamplingBatch) -> DraftOutput:
-        num_requests = sum(entry.samples for entry in scheduled.entries)
-        if self.drafter is None:
-            return DraftOutput.empty(num_requests)
-        rows, request_idx = [], 0
-        for entry in scheduled.entries:
-            row = _draft_row(entry, request_idx)
-            request_idx += entry.samples
-            if row is not None:
-                rows.append(row)
-        return self.drafter.propose(rows, sampling, num_requests) if rows else DraftOutput.empty(num_requests)
-
-    def _commit(
+    def _new_sequence(
         self,
-        scheduled: ScheduledStep,
-        draft: DraftOutput,
-        verified: VerifyOutput,
-        prompt_logits: dict[Sequence, Tensor],
-    ) -> list[RequestOutput]:
-        """Append what was verified, truncate both pools behind it, end what has ended."""
-        metrics = self.metrics
-        num_drafted = [len(token_ids) for token_ids in draft.token_ids]
-        metrics.steps += 1
-        metrics.rounds += any(entry.samples for entry in scheduled.entries)
-        metrics.unverified_kv_tokens = sum(num_drafted)
-        metrics.peak_unverified_kv_tokens = max(metrics.peak_unverified_kv_tokens, sum(num_drafted))
-        metrics.blocks_in_use = self.allocator.num_held
-        metrics.peak_blocks_in_use = max(metrics.peak_blocks_in_use, self.allocator.num_held)
-        finished: list[Sequence] = []
-        rollbacks: list[tuple[Sequence, int, int, int]] = []  # see _roll_back
-        results = zip(
-            num_drafted, verified.token_ids, verified.num_accepted, verified.failed, verified.logprobs, strict=True
+        request_id: str,
+        prompt_token_ids: SequenceOf[int],
+        params: SamplingParams,
+        seed: int,
+        child_idx: int,
+        bad_words: SequenceOf[SequenceOf[int]],
+    ) -> Sequence:
+        max_draft_tokens = self.max_draft_tokens
+        if params.num_speculative_tokens is not None:
+            max_draft_tokens = params.num_speculative_tokens
+        # A request that never drafts needs no draft KV: its page table has one pool.
+        table = self.kv_layout.new_table(self.allocator, self.num_pools if max_draft_tokens else 1)
+        child_seed = (seed + child_idx) % 2**64
+        sequence = Sequence(request_id, list(prompt_token_ids), params, child_seed, table, max_draft_tokens, child_idx)
+        stop_ids = {*self.vocabulary.eos_token_ids, *params.stop_token_ids}
+        sequence.sampling_request = SamplingRequest.of(sequence, stop_ids, bad_words)
+        sequence.stop_checker = StopChecker(
+            params,
+            self.vocabulary.eos_token_ids,
+            self.vocabulary.tokenizer,
+            max_output_tokens=self.config.max_model_len - len(prompt_token_ids),
+            prompt_token_ids=sequence.prompt_token_ids,
         )
-        for entry in scheduled.entries:
-            sequence, k = entry.sequence, 0
-            num_known = entry.context_len + entry.num_new_tokens
-            if sequence in prompt_logits:
-                record_prompt_logprobs(sequence, prompt_logits[sequence])
-            if entry.samples:
-                k, token_ids, num_accepted, failed, logprobs = next(results)
-                sequence.metrics.rounds += 1
-                if k:
-                    sequence.metrics.record_draft(k, num_accepted)
-                    metrics.record_draft(k, num_accepted)
-                num_emitted = sequence.emit(token_ids, logprobs)
-                metrics.emitted_tokens += num_emitted
-                failed = failed and sequence.finish_reason is None
-                kept = min(num_accepted, num_emitted)
-                again = failed and k > 0 and sequence not in prompt_logits
-                if again:
-                    # NaN in a draft's own KV spoils the rows before it, though they may not read it, and plain
-                    # decoding would not have run it: once more without drafts, and none from here on.
-                    sequence.max_draft_tokens = 0
-                    rollbacks.append((sequence, entry.context_len, entry.context_len, entry.num_new_tokens + k))
-                elif kept < k:
-                    # target wrote    T + K       keeps T + a            (the new bonus token has no KV yet)
-                    # draft wrote     T + K - 1   keeps T + min(a, K-1)  (d_K was never run)
-                    rollbacks.append((sequence, num_known + kept, num_known + min(kept, k - 1), k - kept))
-                if failed and not again:
-                    sequence.error = (
-                        f"request {sequence.request_id!r}: the logits of output token "
-                        f"{len(sequence.output_token_ids)} hold NaN or allow no token"
-                    )
-                if sequence.finish_reason is not None or sequence.error is not None:
-                    finished.append(sequence)
-            sequence.page_table.advance(TARGET, entry.num_new_tokens + k)
-            if _runs_draft(entry):
-                _advance_draft(sequence.page_table, num_known + max(0, k - 1))
-        self._roll_back(rollbacks)
-        for entry in scheduled.entries:
-            # Not before the sequence samples: its logits are the first to show a NaN in any of its KV.
-            if self.prefix_cache is not None and entry.samples and entry.sequence.error is None:
-                self._publish(entry.sequence)
-        for sequence in finished:
-            self._finish(sequence, sequence.finish_reason or "error")
-        self._realign()
-        self._count_parts()
-        return self._collect(finished)
+        return sequence
 
-    def _count_parts(self) -> None:
-        """Add to the metrics what the engine's parts have counted since the last time: theirs go on for life."""
-        runners = [runner for runner in (self.target, self.draft) if runner is not None]
-        scheduler, copied = self.scheduler, self.kv_layout.copied
-        totals = {
-            "preemptions": scheduler.num_preemptions,
-            "grouped_rounds": scheduler.num_grouped_rounds,
-            "fallback_rounds": scheduler.num_fallback_rounds,
-            "rollback_bytes": copied.rollback,
-            "gathered_bytes": copied.gather + sum(runner.gathered_bytes for runner in runners),
-            "other_copied_bytes": copied.other,
-            "filler_rows": sum(runner.filler_rows for runner in runners),
-        }
-        for name, total in totals.items():
-            setattr(self.metrics, name, getattr(self.metrics, name) + total - self._counted.get(name, 0))
-        self._counted = totals
+    def _schedule(self) -> ScheduledStep:
+        """The next step, with the KV that it reads in its place. RuntimeError if nobody can run, and somebody waits."""
+        with self.metrics.stage("schedule"):
+            scheduled = self.scheduler.schedule()
+            for sequence in scheduled.preempted:
+                self.speculative_step.forget(sequence)
+            if not scheduled.entries and self.has_unfinished_requests:
+                raise RuntimeError(f"no sequence can run, and {len(self.scheduler)} wait: {list(self.scheduler)}")
+            if scheduled.forks:
+                for runner in self._runners:
+                    self.metrics.fork_copied_bytes += runner.kv_cache.copy_blocks(scheduled.forks)
+        if scheduled.entries:
+            start = time.perf_counter()
+            self.kv_layout.place(scheduled.entries)
+            self.metrics.rollback_seconds += time.perf_counter() - start
+        self.metrics.blocks_in_use = self.allocator.num_held
+        self.metrics.peak_blocks_in_use = max(self.metrics.peak_blocks_in_use, self.allocator.num_held)
+        return scheduled
 
-    def _roll_back(self, rollbacks: SequenceOf[tuple[Sequence, int, int, int]]) -> None:
-        """Truncate both pools of each (sequence, target's new context, draft's at most, tokens taken back)."""
-        start = time.perf_counter()
-        num_blocks = 0
-        for sequence, target_len, draft_len, _ in rollbacks:
-            table = sequence.page_table
-            num_blocks += table.truncate(TARGET, target_len)
-            if len(table.context_lens) > DRAFT:
-                num_blocks += table.truncate(DRAFT, min(draft_len, table.context_lens[DRAFT]))
-        metrics = self.metrics
-        metrics.rollbacks += len(rollbacks)
-        metrics.rolled_back_tokens += sum(num_tokens for *_, num_tokens in rollbacks)
-        metrics.rollback_blocks_freed += num_blocks
-        metrics.rollback_seconds += time.perf_counter() - start
+    def _fail_who_has_no_token(self, scored: ScoredStep, verified: VerifyOutput) -> None:
+        for entry, failed in zip(scored.sampling_entries, verified.failed, strict=True):
+            sequence = entry.sequence
+            if failed and sequence.finish_reason is None:
+                sequence.error = (
+                    f"request {sequence.request_id!r}: the logits of output token "
+                    f"{len(sequence.output_token_ids)} hold NaN or allow no token"
+                )
 
     def _realign(self) -> None:
+        """Bring the KV of those who go on into the layout's order."""
         start = time.perf_counter()
-        self.kv_layout.realign(self.scheduler.running)
+        self.kv_layout.realign([sequence for sequence in self.scheduler.running if not sequence.has_ended])
         self.metrics.rollback_seconds += time.perf_counter() - start
+
+    def _finish_who_ended(self, scored: ScoredStep) -> list[RequestOutput]:
+        """Publish what may be shared, free who has ended; the outputs of requests that ended with them."""
+        with self.metrics.stage("commit"):
+            ended: dict[str, None] = {}  # request ids, in order
+            for entry in scored.sampling_entries:
+                sequence = entry.sequence
+                # Not before the sequence samples: its logits are the first to show a NaN in any of its KV.
+                if self.prefix_cache is not None and sequence.error is None:
+                    self._publish(sequence)
+                if sequence.has_ended:
+                    self._finish(sequence, sequence.finish_reason or "error")
+                    ended[sequence.request_id] = None
+            self._count_parts()
+            requests = [self.requests[request_id] for request_id in ended]
+            outputs = []
+            for request in requests:
+                if request.is_finished:
+                    del self.requests[request.request_id]
+                    outputs.append(request.output(self.vocabulary.tokenizer))
+            return outputs
 
     def _publish(self, sequence: Sequence) -> None:
         """Offer the sequence's full blocks to the prefix cache, if every pool holds their KV."""
@@ -336,40 +272,19 @@ class Engine:
     def _finish(self, sequence: Sequence, reason: str) -> None:
         sequence.finish_reason = reason
         self.scheduler.finish(sequence)
+        self.speculative_step.forget(sequence)
 
-    def _collect(self, finished: SequenceOf[Sequence]) -> list[RequestOutput]:
-        """Outputs of the requests whose last sequence has just ended."""
-        outputs = []
-        for request_id in dict.fromkeys(sequence.request_id for sequence in finished):
-            request = self.requests[request_id]
-            if request.is_finished:
-                del self.requests[request_id]
-                outputs.append(request.output(self.vocabulary.tokenizer))
-        return outputs
-
-
-def _draft_row(entry: ScheduledSequence, request_idx: int) -> DraftRow | None:
-    """What the drafter has to do for a scheduled sequence; None if nothing."""
-    if not _runs_draft(entry):
-        return None
-    sequence, table = entry.sequence, entry.sequence.page_table
-    if len(table.context_lens) <= DRAFT:  # a drafter without KV
-        return DraftRow((), 0, (), entry.num_draft_tokens, request_idx)
-    start = table.context_lens[DRAFT]
-    token_ids = sequence.token_ids[start : entry.context_len + entry.num_new_tokens]
-    return DraftRow(token_ids, start, table.entries, entry.num_draft_tokens, request_idx)
-
-
-def _runs_draft(entry: ScheduledSequence) -> bool:
-    """Whether the drafter runs in this step: for drafts, and behind every chunk of a prefill, which may be shared.
-
-    A sequence that decodes with K = 0 is left behind, and caught up with by its next draft.
-    """
-    if len(entry.sequence.page_table.context_lens) <= DRAFT:
-        return entry.num_draft_tokens > 0
-    return entry.num_draft_tokens > 0 or entry.num_new_tokens > 1 or not entry.samples
-
-
-def _advance_draft(table: PageTable, num_tokens: int) -> None:
-    if len(table.context_lens) > DRAFT and num_tokens > table.context_lens[DRAFT]:
-        table.advance(DRAFT, num_tokens - table.context_lens[DRAFT])
+    def _count_parts(self) -> None:
+        """Add to the metrics what the engine's parts have counted since the last time: theirs go on for life."""
+        scheduler, copied, runners = self.scheduler, self.kv_layout.copied, self._runners
+        counted = PartCounts(
+            preemptions=scheduler.num_preemptions,
+            grouped_rounds=scheduler.num_grouped_rounds,
+            fallback_rounds=scheduler.num_fallback_rounds,
+            rollback_bytes=copied.rollback,
+            gathered_bytes=copied.gather + sum(runner.gathered_bytes for runner in runners),
+            other_copied_bytes=copied.other,
+            filler_rows=sum(runner.filler_rows for runner in runners),
+        )
+        self.metrics.add_parts(self._counted, counted)
+        self._counted = counted

@@ -1,11 +1,13 @@
-"""What an engine asks of a scheduler: which sequences run in a step, how many tokens of each, how many drafts."""
+"""What an engine asks of a scheduler: which sequences run in a step, how many tokens of each, which drafts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Protocol
 
+from specpaged.drafting.draft import NO_DRAFT, Draft
 from specpaged.engine.sequence import Sequence
 
 
@@ -13,26 +15,38 @@ from specpaged.engine.sequence import Sequence
 class ScheduledSequence:
     """One sequence's share of a step.
 
-    The target runs `num_new_tokens` known tokens from `context_len` on, then up to `num_draft_tokens` drafts.
-    Drafts come only behind the last known token, where the step samples.
+    The target runs `num_new_tokens` known tokens from `context_len` on, then `draft`: as much of the sequence's pending
+    draft as the step has room for. Drafts come only behind the last known token, where the step samples.
     """
 
     sequence: Sequence
     context_len: int
     num_new_tokens: int
-    num_draft_tokens: int
     samples: bool  # the step reaches the last known token, whose logits give a new one
+    draft: Draft = NO_DRAFT
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """K of this sequence in this step."""
+        return len(self.draft)
+
+    @property
+    def num_known(self) -> int:
+        """Known tokens that have KV behind the step's pass."""
+        return self.context_len + self.num_new_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledStep:
     """The sequences of one step, in the order in which they are packed.
 
-    `forks` are KV block copies (source, destination) to be made in every pool before the step runs.
+    `forks` are KV block copies (source, destination) to be made in every pool before the step runs; `preempted` have
+    given up their KV.
     """
 
     entries: tuple[ScheduledSequence, ...]
     forks: tuple[tuple[int, int], ...] = ()
+    preempted: tuple[Sequence, ...] = ()
 
 
 class Scheduler(Protocol):
@@ -60,6 +74,10 @@ class Scheduler(Protocol):
 
     def schedule(self) -> ScheduledStep:
         """Decide the next step. Blocks for every token that it will write are reserved on return."""
+        ...
+
+    def reserve_drafts(self, sequences: SequenceOf[Sequence]) -> list[int]:
+        """How many draft tokens to make for sequences that have just been committed; slots for them are reserved."""
         ...
 
     def check_integrity(self) -> None:

@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Sequence as SequenceOf
 from typing import TYPE_CHECKING, Any
 
+from specpaged.drafting.draft import NO_DRAFT, Draft
 from specpaged.metrics import RequestMetrics
 
 if TYPE_CHECKING:
@@ -30,11 +31,13 @@ class SequenceStatus(enum.Enum):
 class Sequence:
     """Known tokens (prompt, then output), the page table of their KV, and the state of the request.
 
-    Once queued it is changed only by the scheduler (status, pages, what it counts) and by the engine's commit.
+    Once queued it is changed only by the scheduler (status, pages, what it counts) and by the step: by its commit, and
+    by its propose, which leaves the draft that a later step may verify with it.
     """
 
     __slots__ = (
         "child_idx",
+        "draft",
         "error",
         "finish_reason",
         "fork_source",
@@ -74,6 +77,7 @@ class Sequence:
         self.output_token_ids: list[int] = []
         self.page_table = page_table
         self.max_draft_tokens = max_draft_tokens
+        self.draft: Draft = NO_DRAFT  # behind the last known token, proposed and not yet verified
         self.fork_source: Sequence | None = None
         self.status = SequenceStatus.WAITING
         self.finish_reason: str | None = None
@@ -83,7 +87,7 @@ class Sequence:
         self.logprobs: list[Any] = []  # one entry per output token if params.logprobs asks for them
         self.prompt_logprobs: list[Any] | None = None
         self.sampling_request: Any = None  # built once by the engine; holds output_token_ids by reference
-        self.stop_checker: Any = None
+        self.stop_checker: Any = None  # None: somebody else says when the sequence ends
 
     @property
     def prompt_token_ids(self) -> list[int]:
@@ -94,6 +98,11 @@ class Sequence:
     def num_tokens(self) -> int:
         """Known tokens: prompt and output. The last one's KV is usually not there yet."""
         return len(self.token_ids)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether no step goes on with it: it is finished, or about to be."""
+        return self.finish_reason is not None or self.error is not None
 
     @property
     def is_finished(self) -> bool:
@@ -110,9 +119,11 @@ class Sequence:
         num_emitted = 0
         while num_emitted < len(token_ids) and self.finish_reason is None:
             self.append(token_ids[num_emitted])
-            self.finish_reason = self.stop_checker.append(token_ids[num_emitted])
+            if self.stop_checker is not None:
+                self.finish_reason = self.stop_checker.append(token_ids[num_emitted])
             num_emitted += 1
-        self.stop_reason = self.stop_checker.stop_reason
+        if self.finish_reason is not None:
+            self.stop_reason = self.stop_checker.stop_reason
         if logprobs is not None:
             self.logprobs.extend(logprobs[:num_emitted])
         return num_emitted

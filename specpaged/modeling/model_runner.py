@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,22 +11,10 @@ from torch import Tensor
 
 from specpaged.modeling.backend import new_pass
 from specpaged.modeling.cuda_graphs import CudaGraphs
+from specpaged.modeling.forward_output import Argmax, DraftedTokens
 from specpaged.modeling.loaded_model import LoadedModel
 from specpaged.modeling.ragged_batch import RaggedBatch
 from specpaged.paging.kv_cache import PagedKVCache
-
-
-class Argmax(NamedTuple):
-    """The most likely token of each row of logits, where nothing else is asked of them."""
-
-    token_ids: Tensor  # [M] int64; of equals the lowest, and any id where not ok
-    ok: Tensor  # [M] bool: False where the row's maximum is NaN or -inf
-
-    @classmethod
-    def of(cls, logits: Tensor) -> Argmax:
-        """That of logits [M, V]."""
-        values, token_ids = logits.max(dim=-1)
-        return cls(token_ids, values > float("-inf"))
 
 
 class ModelRunner:
@@ -48,7 +35,15 @@ class ModelRunner:
         self.filler_rows = 0
 
     @torch.inference_mode()
-    def forward(self, batch: RaggedBatch) -> Tensor:
+    def forward(self, batch, *, argmax_of=None, hidden=None):
+        from specpaged.modeling.forward_output import ForwardOutput
+
+        if argmax_of is not None:
+            return ForwardOutput(None, self.argmax(batch, argmax_of), None)
+        return ForwardOutput(self.logits_of(batch), None, None)
+
+    @torch.inference_mode()
+    def logits_of(self, batch: RaggedBatch) -> Tensor:
         """Writes the KV of the batch's N tokens and returns the logits that it asks for, [M, V] float32."""
         return self._run(batch, None)[0].float()
 
@@ -60,7 +55,7 @@ class ModelRunner:
         """
         if self.model.has_argmax and len(batch.logits_idx):
             return Argmax(*self._run(batch, vocab_size))
-        return Argmax.of(self.forward(batch)[:, :vocab_size])
+        return Argmax.of(self.logits_of(batch)[:, :vocab_size])
 
     @torch.inference_mode()
     def greedy_steps(
@@ -75,14 +70,17 @@ class ModelRunner:
         in_one_call = getattr(decoder, "runs_greedy_steps", None)
         if in_one_call is not None and self.model.backend == "cpp" and in_one_call(batches[0].num_tokens):
             self._check_threads()
-            return decoder.greedy_steps(batches, kept, self.kv_cache.layers, vocab_size)
+            return [
+                DraftedTokens(t, t.float())
+                for t in decoder.greedy_steps(batches, kept, self.kv_cache.layers, vocab_size)
+            ]
         found: list[Tensor] = []
         for batch, rows in zip(batches, kept, strict=True):
             if found:
                 token_ids = found[-1] if rows is None else found[-1].index_select(0, rows)
                 batch = replace(batch, token_ids=token_ids)
             found.append(self.argmax(batch, vocab_size).token_ids)
-        return found
+        return [DraftedTokens(t, t.float()) for t in found]
 
     def _check_threads(self) -> None:
         model = self.model

@@ -29,6 +29,7 @@ class RaggedRow:
     context_len: int
     blocks: Sequence[int]
     num_logits: int
+    num_hidden: int = 0
 
 
 @dataclass(frozen=True, slots=True)

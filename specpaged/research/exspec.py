@@ -33,7 +33,7 @@ class ExspecScheduler(ContinuousScheduler):
         prefilling = [sequence for sequence in self.running if self._num_missing(sequence) > 1]
         if prefilling:
             return prefilling[: self.max_num_seqs]
-        if self.waiting and len(self.running) < self.window and self._fits(self.waiting[0].num_tokens, 0):
+        if self.waiting and len(self.running) < self.window and self._make_room(self.waiting[0].num_tokens, 0):
             return []  # the round goes to those that join the window
         return self._next_batch()
 

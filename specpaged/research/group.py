@@ -6,12 +6,14 @@ from collections.abc import Sequence as SequenceOf
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from specpaged.engine.kv_layout import KVLayout
 from specpaged.engine.scheduler import ScheduledSequence
 from specpaged.engine.sequence import Sequence
 from specpaged.paging.block_allocator import BlockAllocator, IntegrityError
 from specpaged.paging.kv_cache import KVSpec
+from specpaged.paging.page_table import TARGET
 from specpaged.research.dense_kv_cache import DenseKVCache
 from specpaged.research.dense_table import DenseTable
 
@@ -45,26 +47,27 @@ class GroupKVCache(DenseKVCache):
 
 
 class GroupTable(DenseTable):
-    """A DenseTable whose block is its own cache, and whose row is the batch's, for as long as it is in one."""
+    """A DenseTable whose block is its own cache, and whose row is the batch's, for as long as it is in one.
 
-    __slots__ = ("num_cached", "num_placed")
+    While it is, the row holds all of its valid tokens, and the cache those that stood at the last realignment.
+    """
+
+    __slots__ = ("num_cached",)
 
     def __init__(self, allocator: BlockAllocator, width: int, num_pools: int):
         super().__init__(allocator, width, num_pools)
         self.num_cached = [0] * num_pools  # by pool: tokens that are in the sequence's own cache
-        self.num_placed = [0] * num_pools  # by pool: tokens that are in the row, from `start` on
 
+    @override
     def truncate(self, pool: int, num_tokens: int) -> int:
-        """See PageTable."""
-        for held in (self.num_cached, self.num_placed):
-            held[pool] = min(held[pool], num_tokens)
+        self.num_cached[pool] = min(self.num_cached[pool], num_tokens)
         return super().truncate(pool, num_tokens)
 
     def leave(self) -> None:
         """The row is somebody else's now."""
         self.row = self.start = None
-        self.num_placed = [0] * len(self.num_placed)
 
+    @override
     def _drop(self, num_kept: int) -> int:
         if num_kept == 0:
             self.leave()
@@ -75,8 +78,10 @@ class GroupTable(DenseTable):
 class Group(KVLayout):
     """Rejecting drafts costs nothing, as the sequences' own caches are ragged; every new batch is put together anew.
 
-    A batch's rows end in one column before they draft, sequences of one length all beginning in column 0. A sequence
-    that is in the batch again, in its old place, is not copied again; what a round adds is copied to its own cache.
+    A batch's rows end in one column before they are scored, sequences of one length all beginning in column 0. A
+    sequence that is in the batch again, in its old place, is not copied again. What a round adds is copied to its own
+    cache when it stands; what the draft wrote for drafts that wait to be verified, only if the row moves or is given up
+    before that.
     """
 
     name = "group"
@@ -87,42 +92,47 @@ class Group(KVLayout):
         self.kv_caches = kv_caches
         self.rows: list[GroupTable | None] = [None] * num_rows
 
+    @override
     def new_table(self, allocator: BlockAllocator, num_pools: int) -> GroupTable:
-        """See KVLayout."""
         return GroupTable(allocator, self.tokens_per_block, num_pools)
 
+    @override
     def place(self, entries: SequenceOf[ScheduledSequence]) -> None:
-        """See KVLayout."""
-        tables = {entry.sequence.page_table: entry.context_len + entry.num_new_tokens for entry in entries}
+        ends = {entry.sequence.page_table: entry.num_known for entry in entries}
         for row, table in enumerate(self.rows):
             if table is not None and table.row != row:  # it has given up its KV since, and may have begun anew
                 self.rows[row] = None
-            elif table is not None and table not in tables:
+            elif table is not None and table not in ends:
+                self._save(table)
                 table.leave()
                 self.rows[row] = None
         free = [row for row, table in enumerate(self.rows) if table is None]
-        length = max(tables.values())
-        for table, end in tables.items():
+        length = max(ends.values())
+        for table, end in ends.items():
+            if table.row is not None and table.start == length - end:
+                continue
             if table.row is None:
                 table.row = free.pop(0)
                 self.rows[table.row] = table
-            if table.start != length - end:
-                table.start = length - end
-                table.num_placed = [0] * len(table.num_placed)
+            else:
+                self._save(table)
+            table.start = length - end
             for pool, context_len in enumerate(table.context_lens):
-                copied = self._copy(table, pool, table.num_placed[pool], context_len, to_row=True)
-                self.copied.gather += copied
-                table.num_placed[pool] = context_len
+                self.copied.gather += self._copy(table, pool, 0, context_len, to_row=True)
 
+    @override
     def realign(self, running: SequenceOf[Sequence]) -> None:
-        """See KVLayout: what the round has added goes to the sequences' own caches."""
         self.rows = [table if table is not None and table.row is not None else None for table in self.rows]
+        going_on = {sequence.page_table for sequence in running}
         for table in self.rows:
-            if table is None:
-                continue
-            for pool, context_len in enumerate(table.context_lens):
-                self.copied.other += self._copy(table, pool, table.num_cached[pool], context_len, to_row=False)
-                table.num_cached[pool] = table.num_placed[pool] = context_len
+            if table in going_on:
+                self._save(table)
+
+    def _save(self, table: GroupTable) -> None:
+        """Copy to the sequence's own cache what its row alone holds."""
+        for pool, context_len in enumerate(table.context_lens):
+            self.copied.other += self._copy(table, pool, table.num_cached[pool], context_len, to_row=False)
+            table.num_cached[pool] = context_len
 
     def _copy(self, table: GroupTable, pool: int, first: int, last: int, to_row: bool) -> int:
         """Copy tokens first .. last - 1 from the sequence's cache to its row, or from there; the bytes."""
@@ -137,13 +147,18 @@ class Group(KVLayout):
                 in_cache.copy_(in_row)
         return (last - first) * cache.bytes_per_token
 
+    @override
     def check_integrity(self) -> None:
-        """Every row is that of the sequence that it is kept for, which has all of its KV in a cache of its own."""
         for row, table in enumerate(self.rows):
             if table is None or table.row is None:
                 continue
-            if table.row != row or table.num_cached != table.context_lens:
+            cached, held = table.num_cached, table.context_lens
+            if (
+                table.row != row
+                or cached[TARGET] != held[TARGET]
+                or any(c > h for c, h in zip(cached, held, strict=True))
+            ):
                 raise IntegrityError(
-                    f"row {row} is kept for a sequence that has row {table.row}, and {table.num_cached} of its "
-                    f"{table.context_lens} tokens in a cache of its own"
+                    f"row {row} is kept for a sequence that has row {table.row}, and {cached} of its {held} tokens in "
+                    "a cache of its own"
                 )

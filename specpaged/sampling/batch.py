@@ -20,17 +20,30 @@ from specpaged.sampling.processors import Row, SamplingRequest, process_rows
 __all__ = ["SamplingBatch", "SamplingRequest"]
 
 
-class SamplingBatch:
-    """Requests of one step. Valid for that step alone: outputs committed later are another batch's."""
+Noise = dict[tuple[int, int], Tensor]  # by (seed, output index): [V] fp32
 
-    def __init__(self, requests: Sequence[SamplingRequest], vocab_size: int, device: torch.device | str):
+
+class SamplingBatch:
+    """Requests of one step. Valid for that step alone: outputs committed later are another batch's.
+
+    The target meets the noise that the draft has met: `drawn` is the `noise` of the batch before, a proposal's for the
+    one that verifies it, so that nothing is drawn twice.
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[SamplingRequest],
+        vocab_size: int,
+        device: torch.device | str,
+        drawn: Noise | None = None,
+    ):
         self.requests = requests
         self.vocab_size = vocab_size
         self.device = device
         self.all_greedy = all(request.params.greedy for request in requests)  # no row gets noise
         self.needs_processing = any(request.needs_processing for request in requests)
-        # The drafter's noise at (request, t) is the target's: kept from proposing to verifying.
-        self._noise: dict[tuple[int, int], Tensor] = {}
+        self.noise: Noise = {}  # what this batch has met
+        self._drawn = drawn or {}
 
     @property
     def takes_argmax(self) -> bool:
@@ -83,7 +96,7 @@ class SamplingBatch:
     def draw_noise(self, request_idx: Sequence[Sequence[int]]) -> None:
         """Make the noise of all drafts at once: request_idx[s] are the requests that draft after s drafts."""
         rows = [(i, self.output_idx(i, seen)) for seen, step in enumerate(request_idx) for i in step]
-        self._draw([(i, t) for i, t in rows if not self.requests[i].params.greedy])
+        self._draw([(self.requests[i].seed, t) for i, t in rows if not self.requests[i].params.greedy])
 
     def probs(self, processed: Tensor) -> Tensor:
         """[M, V] fp32: the distribution that `sample` draws from (temperature 0 aside)."""
@@ -104,11 +117,11 @@ class SamplingBatch:
         for r, (i, seen) in enumerate(zip(request_idx, num_drafts_seen, strict=True)):
             if not self.requests[i].params.greedy:
                 rows.append(r)
-                keys.append((i, self.output_idx(i, seen)))
+                keys.append((self.requests[i].seed, self.output_idx(i, seen)))
         if not rows:
             return processed
         self._draw(keys)
-        noise = torch.stack([self._noise[key] for key in keys])
+        noise = torch.stack([self.noise[key] for key in keys])
         if len(rows) == processed.shape[0]:
             return noise.add_(processed)
         noisy = processed.clone()
@@ -117,8 +130,12 @@ class SamplingBatch:
         return noisy
 
     def _draw(self, keys: Sequence[tuple[int, int]]) -> None:
-        missing = [key for key in dict.fromkeys(keys) if key not in self._noise]
+        missing = []
+        for key in dict.fromkeys(keys):
+            if key in self._drawn:
+                self.noise[key] = self._drawn[key]
+            elif key not in self.noise:
+                missing.append(key)
         if missing:
-            seeds = [self.requests[i].seed for i, _ in missing]
-            noise = gumbel_noise(seeds, [t for _, t in missing], self.vocab_size, self.device)
-            self._noise.update(zip(missing, noise.unbind(), strict=True))
+            noise = gumbel_noise(*zip(*missing, strict=True), self.vocab_size, self.device)
+            self.noise.update(zip(missing, noise.unbind(), strict=True))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from collections.abc import Sequence as SequenceOf
 
 from specpaged.config import SpeculativeConfig
+from specpaged.drafting.draft import NO_DRAFT
 from specpaged.engine.scheduler import ScheduledSequence, ScheduledStep
 from specpaged.engine.sequence import Sequence, SequenceStatus
 from specpaged.paging.block_allocator import BlockAllocator, OutOfBlocksError
-from specpaged.paging.page_table import TARGET, PageTable
+from specpaged.paging.page_table import TARGET
 from specpaged.paging.prefix_cache import PrefixCache
 
 
@@ -17,10 +19,11 @@ class ContinuousScheduler:
     """First come, first served, with a token budget, chunked prefill and preemption by recomputation.
 
     A step is put together in three passes. Running sequences first: each needs KV slots for its known tokens,
-    and when the pool is out of blocks the youngest running sequence gives all of its back and waits at the
-    front of the queue, to be recomputed later. Then waiting ones are admitted while sequences, token budget
-    and free blocks allow. Drafts come last and take only blocks that are left: speculation never preempts
-    anybody. Of the token budget they may keep half from a prefill, so that neither starves the other.
+    and when the pool is out of blocks pending drafts give back theirs, then the youngest running sequence all of its
+    own: it waits at the front of the queue, to be recomputed later. Then waiting ones are admitted while sequences,
+    token budget and free blocks, those of pending drafts among them, allow. Last, drafts are verified as far as the
+    token budget goes; of it they may keep half from a prefill, so that neither starves the other. Speculation never
+    preempts anybody, nor keeps anybody waiting.
     """
 
     def __init__(
@@ -44,6 +47,9 @@ class ContinuousScheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of admission
         self.num_preemptions = 0
+        # Of the step that is being made.
+        self._num_new_tokens: dict[Sequence, int] = {}
+        self._preempted: list[Sequence] = []
         self.num_grouped_rounds = 0  # see ExspecScheduler
         self.num_fallback_rounds = 0
 
@@ -65,19 +71,16 @@ class ContinuousScheduler:
         else:
             self.waiting.remove(sequence)
         sequence.status = SequenceStatus.FINISHED
+        sequence.draft = NO_DRAFT
         sequence.page_table.free()
 
     def schedule(self) -> ScheduledStep:
         """Decide the next step. Blocks for every token that it will write are reserved on return."""
-        num_new_tokens: dict[Sequence, int] = {}
+        self._num_new_tokens = num_new_tokens = {}
         forks: list[tuple[int, int]] = []
-        num_preemptions = self.num_preemptions
+        self._preempted = []
         candidates = self._candidates()
-        # A prefill leaves room for one token of everybody who decodes, and for drafts.
-        decoding = [s for s in candidates if self._num_missing(s) == 1]
-        k = self._num_draft_tokens(min(self.max_num_seqs, len(self)))
-        budget = self.max_num_batched_tokens - len(decoding)
-        prefill_budget = max(1, budget - min(budget // 2, sum(min(k, s.max_draft_tokens) for s in decoding)))
+        prefill_budget = self._prefill_budget(candidates)
 
         for sequence in candidates:
             if sequence.status is not SequenceStatus.RUNNING:
@@ -89,12 +92,7 @@ class ContinuousScheduler:
             num_new_tokens[sequence] = count
             prefill_budget -= count if missing > 1 else 0
 
-        while (
-            self.waiting
-            and self._has_room(len(num_new_tokens))
-            and prefill_budget > 0
-            and self.num_preemptions == num_preemptions
-        ):
+        while self.waiting and self._has_room(len(num_new_tokens)) and prefill_budget > 0 and not self._preempted:
             sequence = self.waiting[0]
             if self._waits_for_fork(sequence) or not self._admit(sequence, forks):
                 break
@@ -106,7 +104,40 @@ class ContinuousScheduler:
             num_new_tokens[sequence] = count
             prefill_budget -= count
 
-        return ScheduledStep(self._with_drafts(num_new_tokens), tuple(forks))
+        return ScheduledStep(self._with_drafts(num_new_tokens), tuple(forks), tuple(self._preempted))
+
+    def reserve_drafts(self, sequences: SequenceOf[Sequence]) -> list[int]:
+        """How many draft tokens to make for sequences that have just been committed, with slots for them reserved.
+
+        No more than could be emitted, than the next step's token budget has room for beside a token of everybody, and
+        than free blocks hold.
+        """
+        batch_size = min(self.max_num_seqs, len(self) - sum(sequence.has_ended for sequence in self.running))
+        most, budget = self._num_draft_tokens(batch_size), self.max_num_batched_tokens - batch_size
+        counts = []
+        for sequence in sequences:
+            k = min(most, sequence.max_draft_tokens, self._num_useful_draft_tokens(sequence), budget)
+            counts.append(self._reserve_draft(sequence, k) if k > 0 else 0)
+            budget -= counts[-1]
+        return counts
+
+    @staticmethod
+    def _reserve_draft(sequence: Sequence, k: int) -> int:
+        """Slots for k drafts behind the known tokens, or for as many as the last block still holds."""
+        table = sequence.page_table
+        try:
+            table.reserve(sequence.num_tokens + k)
+        except OutOfBlocksError:
+            return max(0, min(k, table.capacity - sequence.num_tokens))
+        return k
+
+    def _prefill_budget(self, candidates: list[Sequence]) -> int:
+        """Tokens of the step for prompts: they leave one to everybody who decodes, and up to half of the rest to
+        drafts."""
+        decoding = [sequence for sequence in candidates if self._num_missing(sequence) == 1]
+        budget = self.max_num_batched_tokens - len(decoding)
+        num_draft_tokens = sum(len(sequence.draft) for sequence in decoding)
+        return max(1, budget - min(budget // 2, num_draft_tokens))
 
     def _candidates(self) -> list[Sequence]:
         """The running sequences that take part in the next step, if there are slots for them."""
@@ -129,14 +160,40 @@ class ContinuousScheduler:
                 table.reserve(table.context_lens[TARGET] + count)
                 return True
             except OutOfBlocksError:
+                if self._release_draft():
+                    continue
                 victim = self.running[-1]
                 self._preempt(victim)
                 if victim is sequence:
                     return False
 
+    def _release_draft(self) -> bool:
+        """Give back the blocks of the youngest draft that has any of its own; False if there is none."""
+        for sequence in reversed(self.running):
+            if self._num_draft_blocks(sequence):
+                table, num_tokens = sequence.page_table, self._num_tokens_without_draft(sequence)
+                sequence.draft = NO_DRAFT
+                for pool, context_len in enumerate(table.context_lens):
+                    table.truncate(pool, min(context_len, num_tokens))
+                table.reserve(num_tokens)  # which truncating may have taken, too
+                return True
+        return False
+
+    def _num_draft_blocks(self, sequence: Sequence) -> int:
+        """Blocks that a sequence holds for its draft alone."""
+        if not sequence.draft:
+            return 0
+        return len(sequence.page_table.blocks) - -(-self._num_tokens_without_draft(sequence) // self.block_size)
+
+    def _num_tokens_without_draft(self, sequence: Sequence) -> int:
+        """Slots that a sequence with a draft needs without it: one for its last known token only if that runs now."""
+        return sequence.num_tokens if sequence in self._num_new_tokens else sequence.page_table.context_lens[TARGET]
+
     def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         sequence.page_table.free()
+        sequence.draft = NO_DRAFT
+        self._preempted.append(sequence)
         sequence.status = SequenceStatus.WAITING
         sequence.metrics.preemptions += 1
         self.num_preemptions += 1
@@ -160,7 +217,7 @@ class ContinuousScheduler:
         shareable = sequence.num_tokens - 1
         if source is not None and source.status is SequenceStatus.RUNNING:
             num_shared = min(sequence.num_prompt_tokens - 1, *source.page_table.context_lens)
-            if self._fits(sequence.num_tokens, num_shared // self.block_size):
+            if self._make_room(sequence.num_tokens, num_shared // self.block_size):
                 child, copies = source.page_table.fork(num_shared)
                 sequence.page_table = child
                 forks.extend(copies)
@@ -168,9 +225,9 @@ class ContinuousScheduler:
             return False
         if self.prefix_cache is None or sequence.params.prompt_logprobs is not None:
             # A cached prompt token has no logits, so whoever asks for them computes the prompt.
-            return self._fits(sequence.num_tokens, 0)
+            return self._make_room(sequence.num_tokens, 0)
         blocks = self.prefix_cache.match(sequence.token_ids, shareable)
-        if not self._fits(sequence.num_tokens, len(blocks)):
+        if not self._make_room(sequence.num_tokens, len(blocks)):
             for block in reversed(blocks):  # as a page table does it: a continuation is evicted before its beginning
                 self.allocator.free(block)
             return False
@@ -180,28 +237,28 @@ class ContinuousScheduler:
                 sequence.metrics.cached_prompt_tokens = len(blocks) * self.block_size
         return True
 
-    def _fits(self, num_tokens: int, num_shared_blocks: int) -> bool:
-        return -(-num_tokens // self.block_size) - num_shared_blocks <= self.allocator.num_free
+    def _make_room(self, num_tokens: int, num_shared_blocks: int) -> bool:
+        """Whether blocks for so many tokens are free, or were held for drafts, which then give them back."""
+        num_needed = -(-num_tokens // self.block_size) - num_shared_blocks
+        if num_needed > self.allocator.num_free + sum(map(self._num_draft_blocks, self.running)):
+            return False
+        while num_needed > self.allocator.num_free:
+            self._release_draft()
+        return True
 
     def _num_draft_tokens(self, batch_size: int) -> int:
         return self.speculative_config.num_draft_tokens(batch_size) if self.speculative_config else 0
 
     def _with_drafts(self, num_new_tokens: dict[Sequence, int]) -> tuple[ScheduledSequence, ...]:
+        """The step's sequences with as much of their drafts as the token budget leaves."""
         budget = self.max_num_batched_tokens - sum(num_new_tokens.values())
-        num_draft_tokens = self._num_draft_tokens(len(num_new_tokens))
         entries = []
         for sequence, count in num_new_tokens.items():
-            table = sequence.page_table
-            context_len = table.context_lens[TARGET]
-            k = 0
+            context_len = sequence.page_table.context_lens[TARGET]
+            draft = sequence.draft.cut(budget)
+            budget -= len(draft)
             samples = context_len + count == sequence.num_tokens
-            if samples:
-                k = max(
-                    0, min(num_draft_tokens, sequence.max_draft_tokens, self._num_useful_draft_tokens(sequence), budget)
-                )
-                k = self._reserve_drafts(table, sequence.num_tokens, k)
-            budget -= k
-            entries.append(ScheduledSequence(sequence, context_len, count, k, samples))
+            entries.append(ScheduledSequence(sequence, context_len, count, samples, draft))
         return tuple(entries)
 
     def _num_useful_draft_tokens(self, sequence: Sequence) -> int:
@@ -210,17 +267,6 @@ class ContinuousScheduler:
         if sequence.params.max_tokens is not None:
             room = min(room, sequence.params.max_tokens - len(sequence.output_token_ids))
         return room - 1
-
-    @staticmethod
-    def _reserve_drafts(table: PageTable, num_tokens: int, k: int) -> int:
-        """Slots for k drafts behind the known tokens, or for as many as the last block still holds."""
-        if k == 0:
-            return 0
-        try:
-            table.reserve(num_tokens + k)
-        except OutOfBlocksError:
-            return min(k, table.capacity - num_tokens)
-        return k
 
     def check_integrity(self) -> None:
         """Every block held is held by the sequences here, as often as it is shared."""

@@ -180,7 +180,8 @@ class Round:
 
     def _entries(self) -> list[ScheduledSequence]:
         return [
-            ScheduledSequence(line, line.page_table.context_lens[TARGET], 1, NUM_DRAFTS, True) for line in self.lines
+            ScheduledSequence(line, line.page_table.context_lens[TARGET], 1, True, DRAFT_OF_A_ROUND)
+            for line in self.lines
         ]
 
     def roll_back(self) -> CopiedBytes:

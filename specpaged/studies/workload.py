@@ -102,7 +102,7 @@ class Workload:
         prompts = self.prompts if prompts is None else prompts
         arrivals = arrivals or [0.0] * len(prompts)
         engine = llm.engine
-        engine.metrics = EngineMetrics()
+        engine.reset_metrics()
         token_ids: list[list[int]] = [[] for _ in prompts]
         latencies = [0.0] * len(prompts)
         num_added = 0

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from specpaged.modeling.model_runner import Argmax
+from specpaged.modeling.forward_output import Argmax
 from specpaged.sampling.batch import SamplingBatch
 from specpaged.sampling.logprobs import TokenLogprobs, token_logprobs
 from specpaged.verification.greedy import accept_matching
@@ -26,6 +26,7 @@ class VerifyOutput:
     num_accepted: list[int]
     failed: list[bool]  # NaN, or no token allowed, in the row behind the accepted ones
     logprobs: list[list[TokenLogprobs] | None]  # of raw logits, one per output token, where asked for
+    rescored: tuple[int, ...] = ()  # sequences whose logits come from a second pass, without their drafts
 
 
 # Per sequence: output token ids, the number of accepted drafts, and whether the row behind them is not ok.

@@ -11,6 +11,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from specpaged.drafting.draft import NO_DRAFT, Draft
 from specpaged.engine.scheduler import ScheduledSequence
 from specpaged.engine.sequence import Sequence, derived_seed
 from specpaged.paging.block_allocator import IntegrityError
@@ -27,7 +28,7 @@ PLACEHOLDER_TOKEN_ID = -1  # what vLLM puts where it does not know a draft token
 
 
 class Sequences:
-    """Those that vLLM has scheduled and not ended, by its request ids, with the drafts that wait to be verified."""
+    """Those that vLLM has scheduled and not ended, by its request ids."""
 
     def __init__(
         self,
@@ -49,10 +50,10 @@ class Sequences:
         self.vocab_size = vocab_size
         # Engines that decode side by side do not draw the same.
         self.seed = derived_seed(seed, -engine) if engine else seed
-        self.drafts: dict[Sequence, list[int]] = {}
         self.has_grammar: set[Sequence] = set()
         self.owes_prompt_logprobs: set[Sequence] = set()  # vLLM takes them with an output token, once and whole
         self._sequences: dict[str, Sequence] = {}
+        self._gone: list[Sequence] = []  # in the last update
         self._num_seeds_derived = 0
 
     def __len__(self) -> int:
@@ -61,9 +62,12 @@ class Sequences:
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._sequences.values())
 
-    def update(self, scheduled: SchedulerOutput) -> tuple[list[ScheduledSequence], list[list[int]]]:
-        """Take in what has changed since the last step. What this one runs, in vLLM's order, and the drafts of it that
-        sample."""
+    def update(self, scheduled: SchedulerOutput) -> tuple[list[ScheduledSequence], list[Sequence]]:
+        """Take in what has changed since the last step.
+
+        Returns what this step runs, in vLLM's order, and the sequences that have ended or given up their KV.
+        """
+        self._gone = []
         for request_id in scheduled.finished_req_ids:
             self._forget(request_id)
         for new in scheduled.scheduled_new_reqs:
@@ -83,14 +87,11 @@ class Sequences:
                 self._restart(request_id, token_ids, new_blocks[0], cached.num_computed_tokens[i])
             elif new_blocks is not None:
                 self._sequences[request_id].page_table.lend(new_blocks[0])
-        entries, drafts = [], []
+        entries = []
         for request_id, num_scheduled in scheduled.num_scheduled_tokens.items():
             given = scheduled.scheduled_spec_decode_tokens.get(request_id, ())
-            entry, draft = self._entry(self._sequences[request_id], num_scheduled - len(given), given)
-            entries.append(entry)
-            if entry.samples:
-                drafts.append(draft)
-        return entries, drafts
+            entries.append(self._entry(self._sequences[request_id], num_scheduled - len(given), given))
+        return entries, self._gone
 
     def _new(self, new: NewRequestData, earlier: Sequence | None) -> Sequence:
         given = new.sampling_params
@@ -143,29 +144,32 @@ class Sequences:
         sequence.token_ids[:] = token_ids
         sequence.output_token_ids[:] = token_ids[sequence.num_prompt_tokens :]
         sequence.page_table.restart(blocks, num_tokens)
-        self.drafts.pop(sequence, None)
+        self._drop(sequence)
 
     def _forget(self, request_id: str) -> None:
         sequence = self._sequences.pop(request_id, None)
         if sequence is not None:
-            self.drafts.pop(sequence, None)
+            self._drop(sequence)
             self.has_grammar.discard(sequence)
             self.owes_prompt_logprobs.discard(sequence)
 
-    def _entry(
-        self, sequence: Sequence, num_new_tokens: int, given: SequenceOf[int]
-    ) -> tuple[ScheduledSequence, list[int]]:
+    def _drop(self, sequence: Sequence) -> None:
+        sequence.draft = NO_DRAFT
+        self._gone.append(sequence)
+
+    def _entry(self, sequence: Sequence, num_new_tokens: int, given: SequenceOf[int]) -> ScheduledSequence:
         table = sequence.page_table
         context_len = table.context_lens[TARGET]
         samples = context_len + num_new_tokens == sequence.num_tokens
-        draft: list[int] = []
+        draft = NO_DRAFT
         if samples and given:
             # Placeholders stand for our own drafts, which the scheduler has not seen; where there are none, it pads.
-            own = self.drafts.get(sequence, ())
-            draft = list(own[: len(given)]) if given[0] == PLACEHOLDER_TOKEN_ID else _known(given)
-            room = min(self.max_model_len, table.capacity) - sequence.num_tokens
-            draft = draft[: max(0, room)]
-        return ScheduledSequence(sequence, context_len, num_new_tokens, len(draft), samples), draft
+            draft = sequence.draft.cut(len(given))
+            if given[0] != PLACEHOLDER_TOKEN_ID:
+                given = _known(given)
+                draft = draft.cut(len(given)) if list(draft.token_ids[: len(given)]) == given else Draft(given)
+            draft = draft.cut(min(self.max_model_len, table.capacity) - sequence.num_tokens)
+        return ScheduledSequence(sequence, context_len, num_new_tokens, samples, draft)
 
     def num_useful_draft_tokens(self, sequence: Sequence, token_ids: SequenceOf[int]) -> int:
         """Drafts that could be emitted behind `token_ids`, its newest output: none if vLLM is about to end it.
@@ -192,7 +196,7 @@ class Sequences:
             sequence.page_table.check_integrity()
             if max(sequence.page_table.context_lens) > sequence.num_tokens + self.max_draft_tokens:
                 raise IntegrityError(f"{sequence!r} has KV of more tokens than it has")
-        strangers = (self.has_grammar | self.owes_prompt_logprobs | set(self.drafts)) - set(self)
+        strangers = (self.has_grammar | self.owes_prompt_logprobs) - set(self)
         if strangers:
             raise IntegrityError(f"{strangers} have ended, and are still remembered")
 

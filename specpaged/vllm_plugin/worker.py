@@ -18,6 +18,8 @@ from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from specpaged.drafting import get_drafter
 from specpaged.engine.report import StartupReport
+from specpaged.engine.step import SpeculativeStep
+from specpaged.metrics import EngineMetrics
 from specpaged.modeling.pair import ModelPair
 from specpaged.modeling.shard import Shard
 from specpaged.paging.kv_cache import PagedKVCache
@@ -182,16 +184,19 @@ class SpecPagedWorker(WorkerBase):
             seed=config.seed,
             engine=parallel.data_parallel_index,
         )
-        self.model_runner = SpecPagedModelRunner(
+        speculative_step = SpeculativeStep(
             target,
             drafter,
-            sequences,
+            "coupled",
             pair.vocab_size,
-            fills_cached_blocks=config.enable_prefix_caching,
-            metrics_export=MetricsExport(parallel.data_parallel_index) if self.is_driver_worker else None,
+            EngineMetrics(),
+            # vLLM shares blocks by their tokens, whoever has filled them.
+            follows_target=config.enable_prefix_caching,
             # Each rank runs the whole draft, and quick kernels may differ in a bit.
             agree=get_tp_group().broadcast_object if self.shard is not None else None,
         )
+        metrics_export = MetricsExport(parallel.data_parallel_index) if self.is_driver_worker else None
+        self.model_runner = SpecPagedModelRunner(speculative_step, sequences, metrics_export)
         logger.info("%s", StartupReport.of(config, target, drafts[0] if drafts else None))
 
     def update_max_model_len(self, max_model_len: int) -> None:

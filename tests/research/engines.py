@@ -43,7 +43,7 @@ def make_llm(pair, schedule, rollback, k=3, **arguments):
 
 def run(llm, num_requests=None):
     """Token ids and log-probabilities of every completion."""
-    params = PARAMS if llm.engine.drafter else [replace(params, extra_args=None) for params in PARAMS]
+    params = PARAMS if llm.engine.speculative_step.drafter else [replace(params, extra_args=None) for params in PARAMS]
     outputs = llm.generate(PROMPTS[:num_requests], params[:num_requests], use_tqdm=False)
     llm.engine.check_integrity()
     assert llm.engine.allocator.num_held == 0
@@ -64,7 +64,7 @@ def check_attention_reads_the_tensor_that_is_realigned(llm):
     row = RaggedRow(sequence.token_ids[-1:], context_len, table.entries, 1)
 
     def logits():
-        return engine.target.forward(pack([row], cache.block_size, "cpu", cache.block_stride))
+        return engine.target.forward(pack([row], cache.block_size, "cpu", cache.block_stride)).logits
 
     before = logits()
     outside = torch.ones(len(cache.layers[0]), dtype=torch.bool)

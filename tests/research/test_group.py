@@ -34,16 +34,16 @@ def test_sequences_of_one_length_begin_in_column_0_and_those_that_stay_are_not_c
     world = World("group", num_rows=2, num_sequences=3)
     first, second, third = world.add(6), world.add(6), world.add(20)
     world.play({first: 1, second: 1})
-    world.realign()
+    world.realign(num_drafts=0)
     assert world.kv_layout.copied.gather == 0
     for _ in range(2):
         world.play({first: 2, second: 2})
         assert first.page_table.start == second.page_table.start == 0
-        world.realign()
+        world.realign(num_drafts=0)
     assert world.kv_layout.copied.gather == 0
     held = world.kept_bytes(first)
     world.play({third: 3, first: 0})  # behind which the longer one sets the columns
-    world.realign()
+    world.realign(num_drafts=None)
     assert world.kv_layout.copied.gather == held
     assert world.kv_layout.copied.other == sum(map(world.kept_bytes, world.lines))
 
@@ -62,10 +62,27 @@ def test_kv_that_was_cut_off_is_copied_to_its_cache_again():
         world.realign()
 
 
+@pytest.mark.parametrize("moves", [False, True], ids=["gives up its row", "is moved"])
+def test_what_was_drafted_is_copied_to_its_own_cache_before_its_row_is_another_ones(moves):
+    """And not before: a sequence that stays where it is has nothing copied for its drafts."""
+    world = World("group", num_rows=2, num_sequences=3)
+    first, second, third = world.add(6), world.add(6), world.add(20)
+    world.play({first: 1, second: 1})
+    world.realign()
+    saved = world.kv_layout.copied.other
+    assert saved == 2 * 7 * world.caches[0].bytes_per_token
+    world.play({first: 1, second: 1})
+    world.realign()
+    world.play({third: 0, first: 0} if moves else {third: 0})
+    world.realign(num_drafts=None)
+    world.play({first: 0, second: 0})  # which looks at every token of the rows, drafts among them
+    world.realign()
+
+
 def test_what_is_not_in_a_sequences_own_cache_is_found():
     world = World("group", num_rows=1)
     line = world.add(5)
     world.play({line: 2})
-    with pytest.raises(IntegrityError, match=r"\[0, 0\] of its \[7, 7\] tokens"):
+    with pytest.raises(IntegrityError, match=r"\[0, 0\] of its \[7, 0\] tokens"):
         world.kv_layout.check_integrity()
     world.realign()

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from specpaged.drafting.draft import Draft
 from specpaged.engine.scheduler import ScheduledSequence
 from specpaged.paging.block_allocator import BlockAllocator
 from specpaged.paging.kv_cache import KVSpec
@@ -46,6 +47,7 @@ class World:
         self.allocator = BlockAllocator(num_sequences)
         self.lines: list[Line] = []
         self.num_lines = 0
+        self.played: list[Line] = []  # those of the last round
 
     def add(self, num_prompt_tokens: int) -> Line:
         """A sequence that waits for its prefill."""
@@ -61,31 +63,36 @@ class World:
         line.page_table.free()
 
     def play(self, accepted: dict[Line, int]) -> None:
-        """A round of these sequences, each with K drafts of which so many are accepted."""
+        """A round of these sequences up to its commit, each with K drafts of which so many are accepted."""
         entries = []
         for line in accepted:
             context_len = line.page_table.context_lens[TARGET]
             line.page_table.reserve(line.num_tokens + K)
-            entries.append(ScheduledSequence(line, context_len, line.num_tokens - context_len, K, samples=True))
+            num_new_tokens = line.num_tokens - context_len
+            entries.append(ScheduledSequence(line, context_len, num_new_tokens, samples=True, draft=Draft([0] * K)))
         self.kv_layout.place(entries)
         for line in accepted:
             self.check_row(line)
             self._write(line, TARGET, line.num_tokens + K)
-            self._write(line, DRAFT, line.num_tokens + K - 1)
         for line, num_accepted in accepted.items():
-            table = line.page_table
-            table.truncate(TARGET, line.num_tokens + num_accepted)
-            table.truncate(DRAFT, line.num_tokens + min(num_accepted, K - 1))
+            for pool, context_len in enumerate(line.page_table.context_lens):
+                line.page_table.truncate(pool, min(context_len, line.num_tokens + num_accepted))
             line.num_tokens += num_accepted + 1
+        self.played = list(accepted)
 
-    def realign(self) -> None:
-        """Behind a round."""
+    def realign(self, num_drafts: int | None = K) -> None:
+        """Behind a round's commit, and then the drafts of those who were in it: with 0, the draft only catches up."""
         self.kv_layout.realign(self.lines)
         self.kv_layout.check_integrity()
         self.allocator.check_integrity([line.page_table.blocks for line in self.lines])
         for line in self.lines:
             if line.page_table.row is not None:
                 self.check_row(line)
+        if num_drafts is not None:
+            for line in self.played:
+                if line in self.lines:
+                    self._write(line, DRAFT, line.num_tokens + num_drafts - 1)
+        self.kv_layout.check_integrity()
 
     def check_row(self, line: Line) -> None:
         """I2, for both models: the token at position j lies in column start + j of the row."""

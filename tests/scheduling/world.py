@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from specpaged.config import SpeculativeConfig
+from specpaged.drafting.draft import NO_DRAFT, Draft
 from specpaged.engine.sequence import Sequence
 from specpaged.paging.block_allocator import BlockAllocator
 from specpaged.paging.page_table import DRAFT, TARGET, PageTable
@@ -39,20 +40,25 @@ def make_sequence(scheduler, name, num_prompt_tokens, max_tokens=8, k=3):
 
 
 def run_step(scheduler, step, accept):
-    """What an engine does with a step: write KV, accept some drafts, roll back, end who is done."""
+    """What an engine does with a step: write KV, accept some drafts, roll back, draft, end who is done."""
+    going_on = []
     for entry in step.entries:
         sequence, table, k = entry.sequence, entry.sequence.page_table, entry.num_draft_tokens
         table.advance(TARGET, entry.num_new_tokens + k)
-        known = entry.context_len + entry.num_new_tokens
         if not entry.samples:
             continue
-        kept = min(accept(k), k)
-        for token in range(kept + 1):
+        num_accepted = min(accept(k), k)
+        for token in range(num_accepted + 1):
             sequence.append(token)
-        if k:
-            table.advance(DRAFT, known + k - 1 - table.context_lens[DRAFT])
-        table.truncate(TARGET, known + kept)
-        if k:
-            table.truncate(DRAFT, known + min(kept, k - 1))
+        for pool, context_len in enumerate(table.context_lens):
+            table.truncate(pool, min(context_len, entry.num_known + num_accepted))
+        sequence.draft = NO_DRAFT
         if len(sequence.output_token_ids) >= sequence.params.max_tokens or sequence.num_tokens >= MAX_MODEL_LEN:
             scheduler.finish(sequence)
+            continue
+        going_on.append(sequence)
+    for sequence, k in zip(going_on, scheduler.reserve_drafts(going_on), strict=True):
+        if k:
+            table = sequence.page_table
+            table.advance(DRAFT, sequence.num_tokens + k - 1 - table.context_lens[DRAFT])
+            sequence.draft = Draft([0] * k)

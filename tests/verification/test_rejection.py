@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from specpaged.drafting.base import DraftOutput
+from specpaged.drafting.draft import NO_DRAFT
 from specpaged.sampling.batch import SamplingBatch, SamplingRequest
 from specpaged.sampling_params import SamplingParams
 from specpaged.verification import get_verifier
@@ -90,7 +91,7 @@ def test_acceptance_is_one_minus_the_distance_of_the_distributions():
 def test_without_drafts_the_output_is_plain_samplings():
     logits = torch.randn(20, V, generator=torch.Generator().manual_seed(0))
     batch = SamplingBatch([SamplingRequest(SamplingParams(), i, [0], []) for i in range(20)], V, "cpu")
-    nothing = DraftOutput.empty(20)
+    nothing = DraftOutput.of([NO_DRAFT] * 20)
     assert get_verifier("rejection").verify(logits, nothing, batch).token_ids == (
         get_verifier("coupled").verify(logits, nothing, batch).token_ids
     )

@@ -63,7 +63,7 @@ def test_slots_that_nobody_owns_are_never_read(make_vllm):
     """NaN in all of both pools before the first request."""
     llm = make_vllm(4, block_size=32)
     runner = model_runner(llm)
-    for cache in (runner.target.kv_cache, runner.drafter.runner.kv_cache):
+    for cache in (runner.speculative_step.target.kv_cache, runner.speculative_step.drafter.runner.kv_cache):
         for layer in cache.layers:
             layer[cache.block_size :] = float("nan")
     greedy = vllm.SamplingParams(temperature=0, max_tokens=32)
@@ -75,12 +75,12 @@ def test_slots_that_nobody_owns_are_never_read(make_vllm):
 def test_a_draft_follows_a_prompt_in_the_targets_chunks(make_vllm):
     """Not all at once behind the last one: no step runs more tokens of it than it may have."""
     llm = make_vllm(4, max_num_batched_tokens=64, max_num_seqs=4)
-    drafter, steps = model_runner(llm).drafter, []
+    drafter, steps = model_runner(llm).speculative_step.drafter, []
     propose = drafter.propose
 
-    def noting(rows, sampling, num_requests):
+    def noting(rows, sampling):
         steps.append(sum(len(row.token_ids) for row in rows))
-        return propose(rows, sampling, num_requests)
+        return propose(rows, sampling)
 
     drafter.propose = noting
     params = vllm.SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)

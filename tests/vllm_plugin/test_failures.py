@@ -8,7 +8,7 @@ vllm = pytest.importorskip("vllm", reason="vLLM is not installed: make install-v
 
 from vllm.sampling_params import StructuredOutputsParams  # noqa: E402
 
-from specpaged.engine.scoring import score  # noqa: E402
+from specpaged.engine.step import SpeculativeStep  # noqa: E402
 from tests.vllm_plugin.serving import PROMPTS, check_nothing_is_held, token_ids  # noqa: E402
 
 SPOILT = 3  # of PROMPTS
@@ -18,11 +18,13 @@ GREEDY = {"temperature": 0, "max_tokens": 24}
 def spoil(monkeypatch, with_drafts_only, forbidden=()):
     """NaN in the rows of request SPOILT, from its sixth output token on."""
 
-    def spoilt(target, entries, drafts, vocab_size, argmax):
-        logits, prompt_logits = score(target, entries, drafts, vocab_size, argmax=False)
+    forward = SpeculativeStep._forward
+
+    def spoilt(step, entries, argmax):
+        logits, *others = forward(step, entries, argmax=False)
         start = 0
-        for entry, draft in zip([entry for entry in entries if entry.samples], drafts, strict=True):
-            sequence, end = entry.sequence, start + len(draft) + 1
+        for entry in (entry for entry in entries if entry.samples):
+            sequence, draft, end = entry.sequence, entry.draft, start + entry.num_draft_tokens + 1
             spoils = sequence.prompt_token_ids == spoilt.prompt and len(sequence.output_token_ids) >= 5
             if spoils and (draft or not with_drafts_only):
                 logits[start:end] = float("nan")
@@ -30,10 +32,10 @@ def spoil(monkeypatch, with_drafts_only, forbidden=()):
             elif spoils:
                 logits[start:end, list(forbidden)] += 1e3  # what a grammar rules out, and would be chosen without it
             start = end
-        return logits, prompt_logits
+        return logits, *others
 
     spoilt.prompt, spoilt.count = None, 0
-    monkeypatch.setattr("specpaged.vllm_plugin.model_runner.score", spoilt)
+    monkeypatch.setattr(SpeculativeStep, "_forward", spoilt)
     return spoilt
 
 

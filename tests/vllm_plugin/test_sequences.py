@@ -13,6 +13,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make install-vllm")
 from vllm import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
+from specpaged.drafting.draft import NO_DRAFT, Draft
 from specpaged.paging.page_table import DRAFT, TARGET
 from specpaged.sampling.logprobs import token_logprobs
 from specpaged.sampling.processors import Row, process_rows
@@ -66,9 +67,9 @@ def step(sequences, new_requests=(), cached=(), counts=None, drafts=None, resume
     output.total_num_scheduled_tokens = sum(output.num_scheduled_tokens.values())
     output.scheduled_spec_decode_tokens = drafts or {}
     output.finished_req_ids = set(finished)
-    entries, of_entries = sequences.update(output)
+    entries, _ = sequences.update(output)
     sequences.check_integrity()
-    return entries, of_entries
+    return entries, [list(entry.draft.token_ids) for entry in entries if entry.samples]
 
 
 def run(entry, token_ids, num_accepted=0):
@@ -77,6 +78,7 @@ def run(entry, token_ids, num_accepted=0):
     table.advance(TARGET, entry.num_new_tokens + entry.num_draft_tokens)
     for token_id in token_ids:
         entry.sequence.append(token_id)
+    entry.sequence.draft = NO_DRAFT
     table.truncate(TARGET, entry.context_len + entry.num_new_tokens + num_accepted)
 
 
@@ -132,13 +134,13 @@ def test_placeholders_stand_for_our_own_drafts_as_far_as_there_are_any():
     sequences = make_sequences()
     (entry,), _ = step(sequences, [new("A", range(20), [1, 2])], counts={"A": 20})
     run(entry, [7])
-    sequences.drafts[entry.sequence] = [8, 9]
+    entry.sequence.draft = Draft([8, 9])
     # The scheduler counts a token too many: the worker's own count is what holds.
     (entry,), drafts = step(sequences, cached=[("A", None, 21)], counts={"A": 3}, drafts={"A": [-1, -1]})
     assert facts(entry) == ("A", 20, 1, 2, True)
     assert drafts == [[8, 9]]
     run(entry, [8, 3], num_accepted=1)
-    sequences.drafts[entry.sequence] = [4]
+    entry.sequence.draft = Draft([4])
     (entry,), drafts = step(sequences, cached=[("A", None, 23)], counts={"A": 3}, drafts={"A": [-1, -1]})
     assert drafts == [[4]]
 
@@ -244,7 +246,7 @@ def test_what_was_drafted_before_a_preemption_is_not_verified_after_it():
     sequences = make_sequences()
     (entry,), _ = step(sequences, [new("A", range(32), [1, 2])], counts={"A": 32})
     run(entry, [7])
-    sequences.drafts[entry.sequence] = [8, 9]
+    entry.sequence.draft = Draft([8, 9])
     resumed = {"A": [*range(32), 7]}
     (entry,), drafts = step(
         sequences, cached=[("A", [1, 2, 3], 32)], resumed=resumed, counts={"A": 3}, drafts={"A": [-1, -1]}

@@ -165,13 +165,13 @@ def test_how_many_tokens_are_drafted_may_hang_on_the_batch_size(make_vllm, stand
     draft = {"method": "draft_model", "model": EMBEDDED_DRAFT, "num_speculative_tokens": 4}
     ranges = [[1, 2, 4], [3, 5, 1], [6, 8, 0]]
     llm = make_vllm(0, speculative_config=draft | {"num_speculative_tokens_per_batch_size": ranges})
-    lengths, propose = set(), model_runner(llm).drafter.propose
+    lengths, propose = set(), model_runner(llm).speculative_step.drafter.propose
 
-    def noting(rows, sampling, num_requests):
-        lengths.update((num_requests, row.num_draft_tokens) for row in rows if row.num_draft_tokens > 0)
-        return propose(rows, sampling, num_requests)
+    def noting(rows, sampling):
+        lengths.update((len(sampling.requests), row.num_draft_tokens) for row in rows if row.num_draft_tokens > 0)
+        return propose(rows, sampling)
 
-    model_runner(llm).drafter.propose = noting
+    model_runner(llm).speculative_step.drafter.propose = noting
     params = [vllm.SamplingParams(temperature=0, max_tokens=4 * i) for i in range(1, len(PROMPTS) + 1)]
     params = [*params[:-3], *[vllm.SamplingParams(**GREEDY)] * 3]
     outputs = token_ids(llm.generate(PROMPTS, params, use_tqdm=False))

@@ -1,0 +1,41 @@
+"""The draft of one sequence, on its way from proposal to verification. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Draft tokens that wait to be verified.
+
+    `logprobs` are the drafter's own log-probabilities of its tokens, None where it has none (prompt lookup); `probs`
+    are the distributions that they were drawn from, which rejection sampling asks for alone.
+    """
+
+    token_ids: Sequence[int] = ()
+    logprobs: Sequence[float] | None = None
+    probs: Tensor | None = None  # [K, V] float32, processed
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def cut(self, num_tokens: int) -> Draft:
+        """Its first num_tokens tokens; itself, where it has no more."""
+        if num_tokens >= len(self.token_ids):
+            return self
+        if num_tokens <= 0:
+            return NO_DRAFT
+        return Draft(
+            self.token_ids[:num_tokens],
+            None if self.logprobs is None else self.logprobs[:num_tokens],
+            None if self.probs is None else self.probs[:num_tokens],
+        )
+
+
+NO_DRAFT = Draft()

@@ -1,0 +1,297 @@
+"""One step below every host: score -> verify -> commit -> propose.
+
+A host schedules: it says which sequences run, owns their blocks and their requests, and turns outputs into its own
+form. Our `Engine` is one, the vLLM worker's model runner is another.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from specpaged.drafting.base import Drafter, DraftOutput, DraftRow
+from specpaged.drafting.draft import NO_DRAFT
+from specpaged.engine.prompt_logprobs import prompt_rows, record_prompt_logprobs, wants_prompt_logits
+from specpaged.engine.scheduler import ScheduledSequence
+from specpaged.engine.sequence import Sequence
+from specpaged.metrics import EngineMetrics
+from specpaged.modeling.forward_output import Argmax, HiddenStates
+from specpaged.modeling.model_runner import ModelRunner
+from specpaged.modeling.ragged_batch import RaggedRow, pack
+from specpaged.paging.page_table import DRAFT, TARGET, PageTable
+from specpaged.sampling import get_sampling_batch
+from specpaged.sampling.batch import Noise, SamplingBatch
+from specpaged.verification import get_verifier
+from specpaged.verification.base import VerifyOutput
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredStep:
+    """A step that the target has run over: what there is to verify."""
+
+    entries: SequenceOf[ScheduledSequence]
+    logits: Tensor | Argmax  # [M, V] fp32: for each entry that samples, a row behind its known tokens and each draft
+    drafts: DraftOutput  # of the entries that sample, in order
+    sampling: SamplingBatch  # likewise
+    prompt_logits: dict[Sequence, Tensor]  # [rows, V] fp32, of prompts whose log-probabilities are asked for
+    hidden_states: dict[Sequence, HiddenStates]  # of all that an entry ran, where the drafter reads them
+
+    @property
+    def sampling_entries(self) -> list[ScheduledSequence]:
+        """The entries that sample."""
+        return [entry for entry in self.entries if entry.samples]
+
+
+class SpeculativeStep:
+    """What a round does to the sequences that a host has scheduled.
+
+    The four calls come in their order; sequences change in `commit` and `propose` alone. `follows_target` says that the
+    drafter's KV is to be as long as the target's behind every step, as blocks are shared by a host who does not ask;
+    else it is left behind by sequences that do not draft, and catches up when they do. `agree` makes ranks that verify
+    together take one rank's drafts.
+    """
+
+    def __init__(
+        self,
+        target: ModelRunner,
+        drafter: Drafter | None,
+        verification: str,
+        vocab_size: int,
+        metrics: EngineMetrics,
+        *,
+        follows_target: bool = False,
+        limit: Callable[[VerifyOutput], VerifyOutput] | None = None,
+        agree: Callable[[list[list[int]]], list[list[int]]] | None = None,
+    ):
+        self.target = target
+        self.drafter = drafter
+        self.vocab_size = vocab_size
+        self.metrics = metrics
+        self.follows_target = follows_target
+        self.limit = limit  # of a rollback method that does not keep all that is verified
+        self.agree = agree
+        self.verifier = get_verifier(verification, target.model.backend)
+        self._hidden = drafter.hidden_states if drafter is not None else None
+        self._sampling_batch = get_sampling_batch(target.model.backend)
+        self._noise: Noise = {}  # what the last proposal drew, for the step that verifies it
+
+    def score(self, entries: SequenceOf[ScheduledSequence], takes_argmax: bool = True) -> ScoredStep:
+        """Run the target over known tokens and drafts, packed.
+
+        Where every token that the step decides is its row's most likely one, and nobody asks for more, logits are never
+        made; not so without `takes_argmax`, for a host who changes them.
+        """
+        with self.metrics.stage("score"):
+            sampled = [entry for entry in entries if entry.samples]
+            sampling = self.sampling([entry.sequence.sampling_request for entry in sampled], self._noise)
+            argmax = takes_argmax and sampling.takes_argmax and not sampling.wants_logprobs
+            logits, prompt_logits, hidden_states = self._forward(entries, argmax)
+            drafts = DraftOutput.of([entry.draft for entry in sampled])
+            return ScoredStep(entries, logits, drafts, sampling, prompt_logits, hidden_states)
+
+    def verify(self, scored: ScoredStep) -> VerifyOutput:
+        """Decide which drafts stand, and the token that follows them.
+
+        NaN in a draft's own KV spoils the rows before it, though they may not read it, and plain decoding would not
+        have run it. So who fails with drafts in the pass is scored once more without them, and drafts no more; what
+        fails then, fails.
+        """
+        with self.metrics.stage("verify"):
+            verified = self.verifier.verify(scored.logits, scored.drafts, scored.sampling)
+            if any(verified.failed):
+                verified = self._rescored(scored, verified)
+            return verified if self.limit is None else self.limit(verified)
+
+    def commit(self, scored: ScoredStep, verified: VerifyOutput) -> None:
+        """Append what was verified, and truncate every pool behind it.
+
+        With T known tokens and K drafts, of which a stand and are emitted, the target's pool holds T + K tokens and the
+        draft's T + K - 1 at most, as the last draft was never run. Both keep T + a: the bonus token has no KV yet.
+        """
+        with self.metrics.stage("commit"):
+            metrics = self.metrics
+            metrics.steps += 1
+            metrics.rounds += len(scored.drafts.token_ids) > 0
+            metrics.unverified_kv_tokens = sum(entry.num_draft_tokens for entry in scored.entries)
+            metrics.peak_unverified_kv_tokens = max(metrics.peak_unverified_kv_tokens, metrics.unverified_kv_tokens)
+            results = zip(verified.token_ids, verified.num_accepted, verified.logprobs, strict=True)
+            rollbacks: list[tuple[ScheduledSequence, int]] = []
+            for entry in scored.entries:
+                sequence, num_kept = entry.sequence, 0
+                if sequence in scored.prompt_logits:
+                    record_prompt_logprobs(sequence, scored.prompt_logits[sequence])
+                if entry.samples:
+                    num_kept = self._emit(entry, *next(results))
+                sequence.page_table.advance(TARGET, entry.num_new_tokens + entry.num_draft_tokens)
+                if sequence.draft:
+                    rollbacks.append((entry, entry.num_known + num_kept))
+                    sequence.draft = NO_DRAFT
+            for i in verified.rescored:
+                scored.sampling_entries[i].sequence.max_draft_tokens = 0
+            self._roll_back(rollbacks)
+
+    def propose(self, scored: ScoredStep, reserve: Callable[[SequenceOf[Sequence]], list[int]]) -> None:
+        """Draft what the sequences' next steps may verify.
+
+        `reserve` says how many tokens of each that goes on, and has slots for them in its page table.
+        """
+        if self.drafter is None:
+            return
+        with self.metrics.stage("propose"):
+            rows: list[DraftRow] = []
+            tables: list[PageTable] = []  # of the rows
+            drafting: list[Sequence] = []
+            going_on = [e.sequence for e in scored.entries if e.samples and not e.sequence.has_ended]
+            num_draft_tokens = dict(zip(going_on, reserve(going_on), strict=True))
+            for entry in scored.entries:
+                k = num_draft_tokens.get(entry.sequence, 0)
+                row = self._draft_row(entry, k, len(drafting), scored.hidden_states.get(entry.sequence))
+                if row is not None:
+                    rows.append(row)
+                    tables.append(entry.sequence.page_table)
+                if k > 0:
+                    drafting.append(entry.sequence)
+            if not rows:
+                self._noise = {}
+                return
+            sampling = self.sampling([sequence.sampling_request for sequence in drafting], scored.sampling.noise)
+            drafts = self.drafter.propose(rows, sampling)
+            for row, table in zip(rows, tables, strict=True):
+                if row.token_ids:
+                    table.advance(DRAFT, len(row.token_ids) + max(0, row.num_draft_tokens - 1))
+            if self.agree is not None:
+                agreed = self.agree([list(draft.token_ids) for draft in drafts])
+                drafts = [replace(draft, token_ids=ids) for draft, ids in zip(drafts, agreed, strict=True)]
+            for sequence, draft in zip(drafting, drafts, strict=True):
+                sequence.draft = draft
+            self._noise = sampling.noise
+
+    def forget(self, sequence: Sequence) -> None:
+        """The sequence has ended, or given up its KV."""
+        sequence.draft = NO_DRAFT
+        if self.drafter is not None:
+            self.drafter.forget(sequence)
+
+    def sampling(self, requests: SequenceOf, noise: Noise | None = None) -> SamplingBatch:
+        """The requests as a batch that logits are processed for, and tokens sampled."""
+        return self._sampling_batch(requests, self.vocab_size, self.target.model.device, noise)
+
+    def check_integrity(self) -> None:
+        """IntegrityError where the tensors of a pool are not as its layout has them."""
+        self.target.kv_cache.check_integrity()
+
+    def _forward(
+        self, entries: SequenceOf[ScheduledSequence], argmax: bool
+    ) -> tuple[Tensor | Argmax, dict[Sequence, Tensor], dict[Sequence, HiddenStates]]:
+        """The target's pass over the entries; see ScoredStep for what comes of it."""
+        rows = [self._ragged_row(entry) for entry in entries]
+        cache = self.target.kv_cache
+        batch = pack(rows, cache.block_size, self.target.model.device, cache.block_stride)
+        of_prompts = any(map(wants_prompt_logits, entries))
+        output = self.target.forward(
+            batch, argmax_of=self.vocab_size if argmax and not of_prompts else None, hidden=self._hidden
+        )
+        hidden_states = {}
+        if output.hidden_states is not None:
+            counts = [row.num_hidden for row in rows]
+            split = zip(entries, counts, output.hidden_states.split(counts), strict=True)
+            hidden_states = {entry.sequence: of_entry for entry, count, of_entry in split if count}
+        if output.argmax is not None:
+            return output.argmax, {}, hidden_states
+        logits = output.logits[:, : self.vocab_size]
+        if not of_prompts:
+            return logits, {}, hidden_states
+        verify_logits, prompt_logits = [], {}
+        for entry, part in zip(entries, logits.split([row.num_logits for row in rows]), strict=True):
+            num_verify = entry.num_draft_tokens + 1 if entry.samples else 0
+            verify_logits.append(part[len(part) - num_verify :])
+            if wants_prompt_logits(entry):
+                prompt_logits[entry.sequence] = part[prompt_rows(entry)]
+        return torch.cat(verify_logits), prompt_logits, hidden_states
+
+    def _ragged_row(self, entry: ScheduledSequence) -> RaggedRow:
+        sequence, start = entry.sequence, entry.context_len
+        token_ids = [*sequence.token_ids[start : entry.num_known], *entry.draft.token_ids]
+        num_logits = entry.num_draft_tokens + 1 if entry.samples else 0
+        if wants_prompt_logits(entry):
+            num_logits = len(token_ids)
+        reads_hidden = self._hidden is not None and (self.follows_target or sequence.max_draft_tokens > 0)
+        return RaggedRow(
+            token_ids, start, sequence.page_table.entries, num_logits, len(token_ids) if reads_hidden else 0
+        )
+
+    def _rescored(self, scored: ScoredStep, verified: VerifyOutput) -> VerifyOutput:
+        """The output with those who failed beside their drafts verified anew, without them."""
+        sampled = scored.sampling_entries
+        again = [
+            i
+            for i, failed in enumerate(verified.failed)
+            if failed and sampled[i].draft and sampled[i].sequence not in scored.prompt_logits
+        ]
+        if not again:
+            return verified
+        logits, _, _ = self._forward([replace(sampled[i], draft=NO_DRAFT) for i in again], argmax=False)
+        drafts = DraftOutput.of([NO_DRAFT] * len(again))
+        alone = self.verifier.verify(logits, drafts, self.sampling([scored.sampling.requests[i] for i in again]))
+        token_ids, num_accepted = list(verified.token_ids), list(verified.num_accepted)
+        failed, logprobs = list(verified.failed), list(verified.logprobs)
+        for j, i in enumerate(again):
+            token_ids[i], num_accepted[i] = alone.token_ids[j], 0
+            failed[i], logprobs[i] = alone.failed[j], alone.logprobs[j]
+        return VerifyOutput(token_ids, num_accepted, failed, logprobs, tuple(again))
+
+    def _emit(
+        self, entry: ScheduledSequence, token_ids: SequenceOf[int], num_accepted: int, logprobs: SequenceOf | None
+    ) -> int:
+        """Append the output of an entry that samples; how many of its drafts stand and were emitted."""
+        sequence, k = entry.sequence, entry.num_draft_tokens
+        sequence.metrics.rounds += 1
+        if k:
+            sequence.metrics.record_draft(k, num_accepted)
+            self.metrics.record_draft(k, num_accepted)
+        num_emitted = sequence.emit(token_ids, logprobs)
+        self.metrics.emitted_tokens += num_emitted
+        return min(num_accepted, num_emitted)
+
+    def _roll_back(self, rollbacks: SequenceOf[tuple[ScheduledSequence, int]]) -> None:
+        """Truncate every pool of each entry's sequence to so many tokens, where it holds more."""
+        start = time.perf_counter()
+        metrics = self.metrics
+        for entry, num_tokens in rollbacks:
+            table = entry.sequence.page_table
+            num_rejected = entry.num_known + entry.num_draft_tokens - num_tokens
+            metrics.rollbacks += num_rejected > 0
+            metrics.rolled_back_tokens += num_rejected
+            for pool, context_len in enumerate(table.context_lens):
+                metrics.rollback_blocks_freed += table.truncate(pool, min(context_len, num_tokens))
+        metrics.rollback_seconds += time.perf_counter() - start
+
+    def _draft_row(
+        self, entry: ScheduledSequence, k: int, request_idx: int, hidden: HiddenStates | None
+    ) -> DraftRow | None:
+        """What the drafter has to do for a sequence that has just been committed; None if nothing.
+
+        Behind a prefill it runs what the target has run, drafts or not: that KV may be shared.
+        """
+        sequence, table = entry.sequence, entry.sequence.page_table
+        if len(table.context_lens) <= DRAFT:  # a drafter without KV
+            return DraftRow(sequence, (), 0, (), k, request_idx) if k > 0 else None
+        start = table.context_lens[DRAFT]
+        in_prefill = entry.num_new_tokens > 1 or not entry.samples
+        if k > 0:
+            end = sequence.num_tokens
+        elif self.follows_target or (in_prefill and sequence.max_draft_tokens > 0):
+            end = table.context_lens[TARGET]
+        else:
+            return None
+        if end <= start or sequence.error is not None:
+            return None
+        position = entry.context_len
+        if hidden is not None:
+            hidden = hidden.first(table.context_lens[TARGET] - position)
+        return DraftRow(sequence, sequence.token_ids[start:end], start, table.entries, k, request_idx, hidden, position)
