@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from specpaged.cli import study_options as options
+import specpaged.cli.study_options as options
 from specpaged.cli.printing import checked
 from specpaged.cli.study_progress import progress_bars
 from specpaged.studies.method import SCHEDULE_OF

@@ -8,7 +8,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from specpaged.cli import options
+import specpaged.cli.options as options
 from specpaged.cli.job import decode, prepare, write_completions
 from specpaged.cli.printing import console, environment, print_error, rate
 
