@@ -10,7 +10,7 @@ import typer
 from specpaged.config import ATTENTION_BACKENDS, DTYPES, METHODS, MODEL_IMPLS, NUMERICS
 
 Model = Annotated[str | None, typer.Option(help="Target: local path or hub id. Default: the embedded pair.")]
-Texts = Annotated[list[str] | None, typer.Argument(metavar="[PROMPT]...", help="Texts to complete.")]
+Texts = Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="Texts to complete.")]
 DraftModel = Annotated[str | None, typer.Option(help="Draft: local path or hub id.")]
 Method = Annotated[str, typer.Option(help=f"Who drafts, one of {', '.join(METHODS)}; ngram needs no draft model.")]
 Prompts = Annotated[str | None, typer.Option(help="JSON lines in Spec-Bench form; - reads standard input.")]
