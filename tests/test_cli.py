@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from dataclasses import replace
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from shutil import copytree
 
 import pytest
 from typer.testing import CliRunner
 
-from specpaged.cli import app
-from specpaged.cli import commands as cli
+from specpaged.cli import app, printing
 from specpaged.engine.engine import Engine
 from specpaged.modeling.model_runner import ModelRunner
 from specpaged.verification.coupled import CoupledVerifier
@@ -20,6 +22,7 @@ from specpaged.verification.coupled import CoupledVerifier
 FLAGS = [
     "--model",
     "--draft-model",
+    "--method",
     "--prompts",
     "--num-prompts",
     "--max-prompt-tokens",
@@ -54,7 +57,7 @@ def prompts(tmp_path):
 @pytest.fixture
 def specpaged(tokenizer_pair, monkeypatch):
     """Run a command on the toy pair, in a wide terminal."""
-    monkeypatch.setattr(cli.console, "width", 200)
+    monkeypatch.setattr(printing.console, "width", 200)
     monkeypatch.setenv("TERMINAL_WIDTH", "200")
 
     def run(command, *arguments, pair=tokenizer_pair, stdin=None):
@@ -145,6 +148,108 @@ def test_a_dash_reads_prompts_from_standard_input(specpaged):
     assert result.exit_code == 0
     assert "in0" in result.stdout
     assert "in1" in result.stdout
+
+
+def completions(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_prompts_given_as_arguments_are_completed_as_those_of_a_file(specpaged, prompts, tmp_path):
+    output = tmp_path / "completions.jsonl"
+    assert specpaged("generate", "--prompts", prompts, "--output", output, *SHORT).exit_code == 0
+    of_file = completions(output)
+    result = specpaged("generate", *TEXTS, "--json", "--output", output, *SHORT)
+    assert result.exit_code == 0
+    of_arguments = completions(output)
+    assert [(entry["question_id"], entry["category"]) for entry in of_arguments] == [(i, "") for i in range(1, 7)]
+    for name in ("prompt", "token_ids", "text"):
+        assert [entry[name] for entry in of_arguments] == [entry[name] for entry in of_file]
+    last = json.loads(result.stdout.splitlines()[-1])
+    assert last["emitted_tokens"] == sum(len(entry["token_ids"]) for entry in of_arguments)
+
+
+def test_num_prompts_selects_among_arguments_too(specpaged, tmp_path):
+    output = tmp_path / "completions.jsonl"
+    assert specpaged("generate", *TEXTS, "--num-prompts", 2, "--output", output, *SHORT).exit_code == 0
+    assert [entry["question_id"] for entry in completions(output)] == [1, 4]
+
+
+def test_without_any_prompt_the_sample_prompts_are_completed(specpaged, prompts, tmp_path, monkeypatch):
+    monkeypatch.setattr("specpaged.prompts.SAMPLE_PROMPTS", prompts)
+    output = tmp_path / "completions.jsonl"
+    assert specpaged("generate", "--output", output, *SHORT).exit_code == 0
+    assert [entry["question_id"] for entry in completions(output)] == [f"q{i}" for i in range(6)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["a prompt", "--prompts", "file.jsonl"],
+            "prompts are given both as arguments, PROMPT, and by --prompts='file.jsonl'; allowed: one of the two",
+        ),
+        (["a prompt", ""], "PROMPT='' is empty or not UTF-8; allowed: text of at least one character"),
+        (["a \udcff"], "PROMPT='a \\udcff' is empty or not UTF-8; allowed: text of at least one character"),
+    ],
+)
+def test_bad_prompts_as_arguments_are_refused_in_one_sentence(specpaged, monkeypatch, arguments, message):
+    monkeypatch.setattr("specpaged.comparison.job.LLM", None)  # nothing is loaded
+    result = specpaged("generate", *arguments)
+    assert (result.exit_code, result.stderr) == (2, f"error: {message}\n")
+
+
+REPETITIVE = [" fox" * 12, " the dog" * 9, " cache and" * 8]
+
+
+@pytest.mark.parametrize("k", [None, 3])
+def test_prompt_lookup_drafts_for_any_target_and_changes_no_output(specpaged, tokenizer_pair, tmp_path, k):
+    output = tmp_path / "completions.jsonl"
+    target = ("--model", tokenizer_pair.target, "--max-tokens", 40, "--output", output, "--json")
+    lookup = ("--method", "ngram", *(() if k is None else ("--num-speculative-tokens", k)))
+    result = specpaged("generate", *REPETITIVE, *target, *lookup, pair=None)
+    assert result.exit_code == 0
+    assert "no --draft-model" not in result.stdout
+    assert "by prompt lookup of 5 to 5 tokens" in result.stdout
+    assert json.loads(result.stdout.splitlines()[-1])["accepted_tokens"] > 0
+    drafted = [entry["token_ids"] for entry in completions(output)]
+    plain = specpaged("generate", *REPETITIVE, *target, pair=None)
+    assert "no --draft-model: decoding plainly" in plain.stdout
+    assert [entry["token_ids"] for entry in completions(output)] == drafted
+
+
+def test_verify_verifies_prompt_lookup(specpaged, prompts, tokenizer_pair):
+    flags = ("--method", "ngram", "--prompts", prompts, *SHORT)
+    result = specpaged("verify", "--model", tokenizer_pair.target, *flags, pair=None)
+    assert result.exit_code == 0
+    assert "speculative, batch of 8, K by its size" in result.stdout
+    assert "no --draft-model" not in result.stdout
+    assert result.stdout.splitlines()[-1] == "6/6 outputs identical"
+
+
+@pytest.mark.parametrize("command", ["generate", "verify"])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--method", "ngram", "--draft-model", "d"],
+            "--draft-model='d' is for --method draft_model; --method ngram has none",
+        ),
+        (["--method", "eagle"], "--method='eagle' is not known; allowed: 'draft_model', 'ngram'"),
+        (["--method", "eagle", "--model", "m"], "--method='eagle' is not known; allowed: 'draft_model', 'ngram'"),
+    ],
+)
+def test_a_method_that_is_unknown_or_has_no_model_is_refused(specpaged, monkeypatch, command, arguments, message):
+    monkeypatch.setattr("specpaged.comparison.job.LLM", None)  # nothing is loaded
+    result = specpaged(command, *arguments, pair=None)
+    assert (result.exit_code, result.stderr) == (2, f"error: {message}\n")
+
+
+@pytest.mark.parametrize("method", ["draft_model", "ngram"])
+def test_nobody_is_told_of_a_missing_draft_who_asked_for_plain_decoding(specpaged, prompts, tokenizer_pair, method):
+    flags = ("--method", method, "--num-speculative-tokens", 0, "--prompts", prompts, *SHORT)
+    result = specpaged("generate", "--model", tokenizer_pair.target, *flags, pair=None)
+    assert result.exit_code == 0
+    assert "no --draft-model" not in result.stdout
 
 
 def test_completions_are_shown_as_they_are_written(specpaged, prompts, monkeypatch):
@@ -257,7 +362,7 @@ def test_verify_against_transformers_finds_no_fault(specpaged, prompts, tokenize
 def test_bad_input_is_one_sentence_on_standard_error_and_exit_status_2(
     specpaged, prompts, monkeypatch, command, arguments, message
 ):
-    monkeypatch.setattr(cli.errors, "width", 40)  # a sentence stays on its line
+    monkeypatch.setattr(printing.errors, "width", 40)  # a sentence stays on its line
     monkeypatch.setattr(Engine, "step", None)  # no work is done
     stdin = '{"turns": ["good"]}\n{"prompt": "bad"}\n'
     result = specpaged(command, "--prompts", prompts, *SHORT, *arguments, stdin=stdin)
@@ -308,3 +413,21 @@ def test_a_target_without_a_draft_decodes_plainly_and_says_so(specpaged, prompts
     result = specpaged("generate", "--model", tokenizer_pair.target, "--prompts", prompts, *SHORT, pair=None)
     assert result.exit_code == 0
     assert "no --draft-model: decoding plainly" in result.stdout
+
+
+ROOT = next(folder for folder in Path(__file__).parents if (folder / "setup.py").is_file())
+
+
+def test_the_installed_command_is_the_app():
+    [target] = re.findall(r'"specpaged = (specpaged\.cli[^"]*)"', (ROOT / "setup.py").read_text())
+    assert EntryPoint("specpaged", target, "console_scripts").load() is app
+
+
+def test_help_waits_for_no_torch():
+    code = "import sys, specpaged.cli; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+def test_the_demo_runs_with_the_defaults_of_the_command_line():
+    [recipe] = re.findall(r"^demo:.*\n\t\$\(BIN\)/specpaged (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert recipe.split() == ["verify", "--plain-batch"]

@@ -1,5 +1,5 @@
 """The command line: `specpaged generate | verify | bench`."""
 
-from specpaged.cli.commands import app
+from specpaged.cli.main import app
 
 __all__ = ["app"]

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
+from specpaged.config import METHODS, check_choice
 from specpaged.llm import LLM
 from specpaged.outputs import RequestOutput
-from specpaged.prompts import PromptRecord, clip, evenly_spread, load_prompts
+from specpaged.prompts import PromptRecord, clip, evenly_spread, is_unicode, load_prompts
 from specpaged.sampling_params import SamplingParams
 
 
@@ -38,6 +39,20 @@ def _is_writable(path: Path) -> bool:
     return not path.is_dir() and place.exists() and os.access(place, os.W_OK)
 
 
+def _records(prompts: str | None, texts: Sequence[str] | None) -> list[PromptRecord]:
+    """Prompts given as arguments, with the ids 1, 2, ...; else those of a file, else the sample prompts."""
+    if not texts:
+        return load_prompts(prompts)
+    if prompts is not None:
+        raise ValueError(
+            f"prompts are given both as arguments, PROMPT, and by --prompts={prompts!r}; allowed: one of the two"
+        )
+    for text in texts:
+        if not text or not is_unicode(text):
+            raise ValueError(f"PROMPT={text!r} is empty or not UTF-8; allowed: text of at least one character")
+    return [PromptRecord(number, "", text) for number, text in enumerate(texts, start=1)]
+
+
 @dataclass(frozen=True)
 class Job:
     """An LLM, the prompts' token ids, and one SamplingParams each."""
@@ -47,6 +62,7 @@ class Job:
     token_ids: list[list[int]]
     params: list[SamplingParams]
     num_clipped: int
+    lacks_draft: bool  # the method wants a draft model, and none is given for this target
 
     @classmethod
     def prepare(
@@ -54,6 +70,7 @@ class Job:
         *,
         model: str | None,
         draft_model: str | None,
+        method: str,
         prompts: str | None,
         num_prompts: int | None,
         max_prompt_tokens: int | None,
@@ -63,14 +80,20 @@ class Job:
         seed: int | None,
         threads: int | None,
         output: Path | None,
+        texts: Sequence[str] | None = None,
         **engine_arguments: Any,
     ) -> Job:
-        """What the flags ask for, checked before any work. A model without a draft decodes plainly.
+        """What the flags ask for, checked before any work. `texts` are prompts given as arguments.
+
+        A model without a draft decodes plainly, unless the method needs none.
 
         Raises:
             ValueError: naming the flag, its value and what is allowed.
         """
-        records = evenly_spread(load_prompts(prompts), num_prompts)
+        check_choice("--method", method, METHODS)
+        if method != "draft_model" and draft_model is not None:
+            raise ValueError(f"--draft-model={draft_model!r} is for --method draft_model; --method {method} has none")
+        records = evenly_spread(_records(prompts, texts), num_prompts)
         if output is not None and not _is_writable(output):
             raise ValueError(
                 f"--output={str(output)!r} cannot be written; allowed: a file in a directory that exists and is yours"
@@ -79,9 +102,11 @@ class Job:
         params = [base if seed is None else replace(base, seed=(seed + i) % 2**64) for i in range(len(records))]
         if threads is not None:
             torch.set_num_threads(threads)
-        speculative: dict[str, Any] | None = {"num_speculative_tokens": num_speculative_tokens, "model": draft_model}
-        if model is not None and draft_model is None:
-            speculative = None
+        lacks_draft = method == "draft_model" and model is not None and draft_model is None
+        speculative: dict[str, Any] | None = None
+        if not lacks_draft:
+            k = num_speculative_tokens
+            speculative = {"method": method, "model": draft_model, "num_speculative_tokens": k}
         llm = LLM(model, speculative_config=speculative, **engine_arguments)
         room = llm.config.max_model_len - max_tokens
         if room < 1:
@@ -93,7 +118,7 @@ class Job:
         token_ids, num_clipped = clip(
             [llm.tokenizer.encode(record.text) for record in records], min(max_prompt_tokens or room, room)
         )
-        return cls(llm, records, token_ids, params, num_clipped)
+        return cls(llm, records, token_ids, params, num_clipped, lacks_draft)
 
     @property
     def label(self) -> str:

@@ -1,0 +1,44 @@
+"""The options that `generate` and `verify` share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from specpaged.config import ATTENTION_BACKENDS, DTYPES, METHODS, MODEL_IMPLS, NUMERICS
+
+Model = Annotated[str | None, typer.Option(help="Target: local path or hub id. Default: the embedded pair.")]
+Texts = Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="Texts to complete.")]
+DraftModel = Annotated[str | None, typer.Option(help="Draft: local path or hub id.")]
+Method = Annotated[str, typer.Option(help=f"Who drafts, one of {', '.join(METHODS)}; ngram needs no draft model.")]
+Prompts = Annotated[str | None, typer.Option(help="JSON lines in Spec-Bench form; - reads standard input.")]
+NumPrompts = Annotated[int | None, typer.Option(min=1, help="An evenly spread selection of the prompts.")]
+MaxPromptTokens = Annotated[int | None, typer.Option(min=1, help="Clip longer prompts; default: what fits.")]
+K = Annotated[
+    int | None,
+    typer.Option(
+        "--num-speculative-tokens",
+        min=0,
+        help="Draft tokens per round; 0: plain decoding. Default: by the number of running sequences.",
+    ),
+]
+MaxNumSeqs = Annotated[int, typer.Option(min=1, help="Sequences in a batch.")]
+MaxModelLen = Annotated[int | None, typer.Option(min=2, help="Tokens of prompt and output. Default: the model's.")]
+KVCacheMemory = Annotated[
+    int | None, typer.Option("--kv-cache-memory-bytes", min=1, help="Of both pools. Default: at most 1 GiB on a CPU.")
+]
+MaxTokens = Annotated[int, typer.Option(min=1, help="Tokens to generate for each prompt.")]
+Temperature = Annotated[float, typer.Option(min=0.0, help="0: greedy.")]
+Seed = Annotated[int | None, typer.Option(min=0, help="Seed of sampled output; prompt i uses seed + i.")]
+DType = Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")]
+Numerics = Annotated[str, typer.Option(help=f"One of {', '.join(NUMERICS)}.")]
+AttentionBackend = Annotated[str, typer.Option(help=f"One of {', '.join(ATTENTION_BACKENDS)}.")]
+ModelImpl = Annotated[str, typer.Option(help=f"One of {', '.join(MODEL_IMPLS)}.")]
+EnforceEager = Annotated[bool, typer.Option("--enforce-eager", help="No CUDA graphs.")]
+Device = Annotated[str, typer.Option(help="'cpu' or 'cuda[:index]'.")]
+Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads of a pass. Default: torch's choice.")]
+Output = Annotated[Path | None, typer.Option(help="Write the completions as JSON lines.")]
+AsJson = Annotated[bool, typer.Option("--json", help="End in one line of JSON.")]
+TrustRemoteCode = Annotated[bool, typer.Option(help="Run model code that a checkpoint brings along.")]

@@ -1,0 +1,48 @@
+"""What the commands print: on the console, as errors, as JSON."""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+console = Console()
+errors = Console(stderr=True)
+
+
+def checked(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a step that checks its input: what it refuses ends the command in one sentence and exit status 2."""
+    try:
+        return function(*args, **kwargs)
+    except ValueError as error:
+        print_error(str(error))
+        raise typer.Exit(2) from None
+
+
+def print_error(message: str) -> None:
+    """One line, however narrow the terminal, and nothing in it taken for markup."""
+    errors.print(Text.assemble(("error:", "red"), " ", message), soft_wrap=True)
+
+
+def rate(value: float | None, form: str) -> str:
+    """A metric as text; a dash where nothing was drafted."""
+    return "-" if value is None else format(value, form)
+
+
+def environment() -> dict[str, Any]:
+    """The versions and the threads that a figure was measured with."""
+    import torch
+    import transformers
+
+    import specpaged
+
+    return {
+        "specpaged": specpaged.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "threads": torch.get_num_threads(),
+    }
