@@ -18,7 +18,7 @@ from specpaged.engine.request import Request, validate_request
 from specpaged.engine.scheduler import ScheduledSequence, ScheduledStep, Scheduler
 from specpaged.engine.scoring import score
 from specpaged.engine.sequence import Sequence, derived_seed
-from specpaged.engine.stopping import StopChecker
+from specpaged.engine.stop_checker import StopChecker
 from specpaged.metrics import EngineMetrics
 from specpaged.modeling.model_runner import ModelRunner
 from specpaged.outputs import RequestOutput
@@ -26,7 +26,8 @@ from specpaged.paging.block_allocator import BlockAllocator
 from specpaged.paging.page_table import DRAFT, TARGET, PageTable
 from specpaged.paging.prefix_cache import PrefixCache
 from specpaged.sampling import get_sampling_batch
-from specpaged.sampling.batch import SamplingBatch, SamplingRequest
+from specpaged.sampling.batch import SamplingBatch
+from specpaged.sampling.request import SamplingRequest
 from specpaged.sampling_params import SamplingParams, bad_words_token_ids
 from specpaged.verification import get_verifier
 from specpaged.verification.base import VerifyOutput

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
-from specpaged.config import SpeculativeConfig
 from specpaged.engine.scheduler import ScheduledSequence, ScheduledStep
 from specpaged.engine.sequence import Sequence, SequenceStatus
 from specpaged.paging.block_allocator import BlockAllocator, OutOfBlocksError
 from specpaged.paging.page_table import TARGET, PageTable
 from specpaged.paging.prefix_cache import PrefixCache
+from specpaged.speculative_config import SpeculativeConfig
 
 
 class ContinuousScheduler:

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from specpaged.config import EMBEDDED_DRAFT, EMBEDDED_TARGET, NUMERICS, check_choice
+from specpaged.checks import check_choice
+from specpaged.config import EMBEDDED_DRAFT, EMBEDDED_TARGET, NUMERICS
 from specpaged.llm import LLM
 from specpaged.metrics import EngineMetrics
 from specpaged.prompts import clip, evenly_spread, load_prompts

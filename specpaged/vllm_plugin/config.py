@@ -8,15 +8,9 @@ from typing import Any
 
 from vllm.config import VllmConfig
 
-from specpaged.config import (
-    ATTENTION_BACKENDS,
-    METHODS,
-    MODEL_IMPLS,
-    NUMERICS,
-    EngineConfig,
-    SpeculativeConfig,
-    check_choice,
-)
+from specpaged.checks import check_choice
+from specpaged.config import ATTENTION_BACKENDS, MODEL_IMPLS, NUMERICS, EngineConfig
+from specpaged.speculative_config import METHODS, SpeculativeConfig
 
 LOAD_FORMATS = ("auto", "hf", "safetensors")
 # Keys of `--additional-config '{"specpaged": {...}}'`.

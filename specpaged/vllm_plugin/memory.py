@@ -11,7 +11,7 @@ from specpaged.modeling.pair import ModelPair
 from specpaged.modeling.ragged_batch import RaggedRow, pack
 from specpaged.paging.kv_cache import PagedKVCache
 from specpaged.sampling import get_sampling_batch
-from specpaged.sampling.processors import SamplingRequest
+from specpaged.sampling.request import SamplingRequest
 from specpaged.sampling_params import SamplingParams
 from specpaged.verification import get_verifier
 

@@ -27,7 +27,7 @@ from specpaged.paging.page_table import DRAFT, TARGET
 from specpaged.sampling import get_sampling_batch
 from specpaged.sampling.batch import SamplingBatch
 from specpaged.sampling.logprobs import TokenLogprobs
-from specpaged.sampling.processors import SamplingRequest
+from specpaged.sampling.request import SamplingRequest
 from specpaged.verification import get_verifier
 from specpaged.verification.base import VerifyOutput
 from specpaged.vllm_plugin.grammar import apply_grammar

@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from specpaged.drafting.base import DraftOutput
-from specpaged.sampling.batch import SamplingBatch, SamplingRequest
+from specpaged.sampling.batch import SamplingBatch
+from specpaged.sampling.request import SamplingRequest
 from specpaged.sampling_params import SamplingParams
 from specpaged.verification import get_verifier
 from specpaged.verification.rejection import recover
