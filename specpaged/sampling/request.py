@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SamplingRequest:
-    """One sequence, as values.
+    """What sampling reads of one sequence, as values.
 
     `output_token_ids` are the committed ones and may be the owner's own list; `stop_ids` are eos and stop_token_ids,
     which min_tokens rules out; row j of `token_mask` rules over the row that follows j drafts.
@@ -34,7 +34,7 @@ class SamplingRequest:
     def of(
         cls, sequence: DecodedSequence, stop_ids: Iterable[int], bad_words_ids: Iterable[Iterable[int]] = ()
     ) -> SamplingRequest:
-        """What a sequence asks for, over its own lists of tokens."""
+        """The request of a sequence, which reads the sequence's own lists of tokens."""
         return cls(
             params=sequence.params,
             seed=sequence.seed,

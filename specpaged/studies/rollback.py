@@ -89,7 +89,7 @@ def row_of(cell: Cell, played: Round, times: Sequence[float], copied: CopiedByte
 
 
 def with_ratios(rows: Sequence[Row]) -> list[Row]:
-    """Each with its time over that of "truncate" in the same field."""
+    """The rows, each with its time over that of "truncate" in the same field."""
     fields = {(row["B"], row["context"], row["pattern"]): row["us"] for row in rows if row["arm"] == "truncate"}
     return [row | {"over_truncate": row["us"] / fields[row["B"], row["context"], row["pattern"]]} for row in rows]
 

@@ -23,7 +23,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
 
 
 def engine_config(vllm_config: VllmConfig, device: str) -> EngineConfig:
-    """What vLLM was told, for our parts.
+    """The engine configuration that vLLM's configuration amounts to.
 
     Raises:
         ValueError: naming what was asked for and is not supported, and what is allowed.
@@ -69,7 +69,7 @@ def engine_config(vllm_config: VllmConfig, device: str) -> EngineConfig:
 
 
 def options(additional_config: Any) -> dict[str, str]:
-    """Our own options.
+    """The plugin's own options, out of vLLM's additional_config.
 
     Raises:
         ValueError: naming a key or a value that is not known, and those that are.

@@ -21,7 +21,7 @@ _SAMPLED = SamplingParams(temperature=1.0, top_p=0.9)
 
 @torch.inference_mode()
 def run_largest_step(pair: ModelPair, config: EngineConfig) -> None:
-    """As many tokens as may be scheduled, through both models, of as many sequences as may run, each verified.
+    """Run as many tokens as may be scheduled through both models, of as many sequences as may run, each verified.
 
     The sequences share their blocks, so that a cache of one sequence's length will do: what comes out means nothing.
     """
