@@ -27,6 +27,7 @@ setup(
         "tqdm",
         "typer",
         "rich",
+        "typing_extensions",
     ],
     extras_require={
         "xformers": ["xformers>=0.0.35"],

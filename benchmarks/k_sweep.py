@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.contenders import OUTPUT_LEN
 from benchmarks.ours import Ours
-from specpaged.config import SpeculativeConfig
+from specpaged.speculative_config import SpeculativeConfig
 
 MOST_DRAFTS = 8
 

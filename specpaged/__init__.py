@@ -10,7 +10,7 @@ _HOMES = {
     "LLM": "specpaged.llm",
     "Engine": "specpaged.engine.engine",
     "EngineConfig": "specpaged.config",
-    "SpeculativeConfig": "specpaged.config",
+    "SpeculativeConfig": "specpaged.speculative_config",
     "SamplingParams": "specpaged.sampling_params",
     "RequestOutput": "specpaged.outputs",
     "CompletionOutput": "specpaged.outputs",
@@ -26,11 +26,12 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from specpaged.config import EngineConfig, SpeculativeConfig
+    from specpaged.config import EngineConfig
     from specpaged.engine.engine import Engine
     from specpaged.llm import LLM
     from specpaged.outputs import CompletionOutput, RequestOutput
     from specpaged.sampling_params import SamplingParams
+    from specpaged.speculative_config import SpeculativeConfig
 
 
 def __getattr__(name: str):

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from specpaged.config import check_bool
+from specpaged.checks import check_bool
 from specpaged.prompts import is_unicode
 
 Message = Mapping[str, Any]

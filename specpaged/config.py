@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
+
+from specpaged.checks import check_bool, check_choice, check_int
+
+if TYPE_CHECKING:
+    from specpaged.speculative_config import SpeculativeConfig
 
 NUMERICS = ("exact", "fast")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-METHODS = ("draft_model", "ngram")
-DEFAULT_PROMPT_LOOKUP = 5  # as in vLLM
 ATTENTION_BACKENDS = ("auto", "torch", "cpp", "triton", "xformers")
 MODEL_IMPLS = ("auto", "flat", "transformers")
-VERIFICATIONS = ("greedy", "coupled", "rejection")
 SCHEDULES = ("continuous", "eqspec", "exspec")
 ROLLBACKS = ("truncate", "repad", "gather", "compact", "group", "batch_min")
 MIN_WINDOW = 48  # of EXSPEC by default, as in the paper (arXiv 2510.22876)
@@ -22,158 +23,6 @@ MIN_WINDOW = 48  # of EXSPEC by default, as in the paper (arXiv 2510.22876)
 ASSETS = Path(__file__).parent / "assets"
 EMBEDDED_TARGET = str(ASSETS / "target")
 EMBEDDED_DRAFT = str(ASSETS / "draft")
-
-# K by the number of running sequences, [first, last, K], where a user says nothing, by device. A verify pass that is
-# bound by the weights' bytes costs what a plain step costs; one that is bound by arithmetic costs more with each row.
-# On a CPU that begins at some 10 rows, on a GPU at some hundreds. The CPU's are measured, on the embedded pair (`make
-# bench` sweeps K); the GPU's are not.
-DEFAULT_NUM_SPECULATIVE_TOKENS = {
-    "cpu": ((1, 3, 5), (4, 128, 2)),
-    "cuda": ((1, 32, 5), (33, 128, 3)),
-}
-
-
-def check_choice(name: str, value: Any, allowed: Sequence[str]) -> None:
-    """Raise ValueError unless `value` is one of `allowed`."""
-    if value not in allowed:
-        raise ValueError(f"{name}={value!r} is not known; allowed: {', '.join(map(repr, allowed))}")
-
-
-def check_int(name: str, value: Any, minimum: int) -> None:
-    """Raise ValueError unless `value` is an int (no bool) of at least `minimum`."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-        raise ValueError(f"{name}={value!r} must be an int >= {minimum}")
-
-
-def check_bool(name: str, value: Any) -> None:
-    """Raise ValueError unless `value` is True or False: a string would count as true."""
-    if not isinstance(value, bool):
-        raise ValueError(f"{name}={value!r} must be True or False")
-
-
-@dataclass(frozen=True)
-class SpeculativeConfig:
-    """How drafts are proposed and verified.
-
-    `method` "ngram" is prompt lookup: no model drafts, and the last `prompt_lookup_max` tokens, or fewer, down to
-    `prompt_lookup_min`, are looked for in what came before (5 by default; one of them said alone serves for both).
-    `numerics` is the draft's own: only the target decides tokens, so a fast draft costs nothing in exactness.
-    `num_speculative_tokens` is K at every batch size. `num_speculative_tokens_per_batch_size` holds [first, last, K]
-    ranges of the number of running sequences instead (vLLM's form); a batch size in no range gets K = 0. With neither,
-    `resolved` puts in the ranges of DEFAULT_NUM_SPECULATIVE_TOKENS for a device, as `LLM` does.
-    """
-
-    model: str | None = None
-    method: str = "draft_model"
-    num_speculative_tokens: int | None = None
-    num_speculative_tokens_per_batch_size: Sequence[Sequence[int]] | None = None
-    numerics: str = "fast"
-    verification: str = "coupled"
-    prompt_lookup_min: int | None = None
-    prompt_lookup_max: int | None = None
-
-    def __post_init__(self) -> None:
-        check_choice("speculative_config['method']", self.method, METHODS)
-        self._check_prompt_lookup()
-        check_choice("speculative_config['numerics']", self.numerics, NUMERICS)
-        check_choice("speculative_config['verification']", self.verification, VERIFICATIONS)
-        if self.num_speculative_tokens is not None:
-            check_int("speculative_config['num_speculative_tokens']", self.num_speculative_tokens, 0)
-        _check_ranges(
-            "speculative_config['num_speculative_tokens_per_batch_size']", self.num_speculative_tokens_per_batch_size
-        )
-
-    def _check_prompt_lookup(self) -> None:
-        names = ("prompt_lookup_min", "prompt_lookup_max")
-        if self.method != "ngram":
-            for name in names:
-                if getattr(self, name) is not None:
-                    raise ValueError(
-                        f"speculative_config[{name!r}]={getattr(self, name)!r} is for method 'ngram' alone; "
-                        f"method={self.method!r}"
-                    )
-            return
-        if self.model is not None:
-            raise ValueError(
-                f"speculative_config['model']={self.model!r} is for method 'draft_model'; method 'ngram' has none"
-            )
-        low, high = self.prompt_lookup_min, self.prompt_lookup_max
-        for name, value, other in zip(names, (low, high), (high, low), strict=True):
-            if value is None:
-                object.__setattr__(self, name, DEFAULT_PROMPT_LOOKUP if other is None else other)
-            check_int(f"speculative_config[{name!r}]", getattr(self, name), 1)
-        if self.prompt_lookup_min > self.prompt_lookup_max:
-            raise ValueError(
-                f"speculative_config['prompt_lookup_min']={self.prompt_lookup_min} must be at most "
-                f"prompt_lookup_max={self.prompt_lookup_max}"
-            )
-
-    @property
-    def has_model(self) -> bool:
-        """Whether a model drafts, at some batch size. ValueError if the configuration is not resolved."""
-        return self.method == "draft_model" and self.max_draft_tokens > 0
-
-    @classmethod
-    def from_mapping(cls, config: Mapping[str, Any]) -> SpeculativeConfig:
-        """The configuration from a dict as vLLM spells it; unknown keys are refused by name."""
-        known = [f.name for f in fields(cls)]
-        for key in config:
-            if key not in known:
-                raise ValueError(f"speculative_config has no key {key!r}; allowed: {', '.join(known)}")
-        return cls(**config)
-
-    def resolved(self, device: str) -> SpeculativeConfig:
-        """The configuration with K said for every batch size, on a device such as "cpu" or "cuda:1"."""
-        if self._says_k:
-            return self
-        kind = "cuda" if str(device).startswith("cuda") else "cpu"
-        return replace(self, num_speculative_tokens_per_batch_size=DEFAULT_NUM_SPECULATIVE_TOKENS[kind])
-
-    @property
-    def _says_k(self) -> bool:
-        return self.num_speculative_tokens is not None or self.num_speculative_tokens_per_batch_size is not None
-
-    def _check_says_k(self) -> None:
-        if not self._says_k:
-            raise ValueError("speculative_config says no K: use SpeculativeConfig.resolved(device), as LLM does")
-
-    def num_draft_tokens(self, batch_size: int) -> int:
-        """K for a step of `batch_size` running sequences. ValueError if the configuration is not resolved."""
-        self._check_says_k()
-        if self.num_speculative_tokens_per_batch_size is None:
-            return self.num_speculative_tokens
-        for first, last, k in self.num_speculative_tokens_per_batch_size:
-            if first <= batch_size <= last:
-                return k
-        return 0
-
-    @property
-    def max_draft_tokens(self) -> int:
-        """The largest K that any batch size can ask for. ValueError if the configuration is not resolved."""
-        self._check_says_k()
-        if self.num_speculative_tokens_per_batch_size is None:
-            return self.num_speculative_tokens
-        return max((k for _, _, k in self.num_speculative_tokens_per_batch_size), default=0)
-
-
-def _check_ranges(name: str, ranges: Any) -> None:
-    """Raise ValueError unless `ranges` is None or ascending [first, last, K] triples that do not overlap."""
-    if ranges is None:
-        return
-    if not isinstance(ranges, Sequence) or isinstance(ranges, str | bytes):
-        raise ValueError(f"{name}={ranges!r} must be a list of [first, last, K]")
-    last_seen = 0
-    for entry in ranges:
-        triple = isinstance(entry, Sequence) and len(entry) == 3
-        if not triple or not all(isinstance(x, int) and not isinstance(x, bool) for x in entry):
-            raise ValueError(f"{name} entry {entry!r} must be three ints [first, last, K]")
-        first, last, k = entry
-        if not (last_seen < first <= last and k >= 0):
-            raise ValueError(
-                f"{name} entry {entry!r} must satisfy {last_seen} < first <= last and K >= 0 "
-                "(ranges ascend and do not overlap)"
-            )
-        last_seen = last
 
 
 @dataclass(frozen=True)
@@ -232,7 +81,7 @@ class EngineConfig:
             check_int("max_model_len", self.max_model_len, 2)
         if self.kv_cache_memory_bytes is not None:
             check_int("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
-        self._check_arm()
+        self._check_schedule_and_rollback()
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} must be at least "
@@ -246,7 +95,7 @@ class EngineConfig:
             return self.max_num_seqs
         return self.window or max(MIN_WINDOW, self.max_num_seqs * 3 // 2)
 
-    def _check_arm(self) -> None:
+    def _check_schedule_and_rollback(self) -> None:
         check_choice("schedule", self.schedule, SCHEDULES)
         check_choice("rollback", self.rollback, ROLLBACKS)
         check_bool("sort_by_length", self.sort_by_length)

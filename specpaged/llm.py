@@ -10,7 +10,7 @@ from typing import Any
 from tqdm import tqdm
 
 from specpaged.chat import ChatRenderer, Conversation, conversations
-from specpaged.config import EMBEDDED_DRAFT, EMBEDDED_TARGET, EngineConfig, SpeculativeConfig
+from specpaged.config import EMBEDDED_DRAFT, EMBEDDED_TARGET, EngineConfig
 from specpaged.drafting import get_drafter
 from specpaged.engine import kv_memory
 from specpaged.engine.engine import Engine, Vocabulary
@@ -24,6 +24,7 @@ from specpaged.paging.kv_cache import KVCache
 from specpaged.research import kv_memory as dense_kv_memory
 from specpaged.research.build import dense_layout, scheduler_of
 from specpaged.sampling_params import SamplingParams
+from specpaged.speculative_config import SpeculativeConfig
 
 logger = logging.getLogger("specpaged")
 

@@ -1,4 +1,4 @@
-"""What rejecting drafts costs: the study's matrix of arms, on the device's own scale."""
+"""What rejecting drafts costs: the study's matrix of rollback methods, on the device's own scale."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from rich.console import Console
 
 from benchmarks.device.scale import Scale
 from specpaged.studies import rollback as study
+from specpaged.studies.kv_shape import KVShape
 
 
-def shape(scale: Scale) -> study.KVShape:
+def shape(scale: Scale) -> KVShape:
     """One model's KV, in bfloat16 where that is real."""
     dtype = "bfloat16" if scale.on_gpu else "float32"
-    return study.KVShape(scale.num_layers, scale.num_kv_heads, scale.head_dim, dtype)
+    return KVShape(scale.num_layers, scale.num_kv_heads, scale.head_dim, dtype)
 
 
 def run(scale: Scale) -> dict[str, Any]:
-    """Every arm by B, context and pattern: wall time, with the device's work done."""
+    """Every rollback method by B, context and pattern: wall time, with the device's work done."""
     matrix = study.run(
         arms=study.available_arms(scale.device),
         batch_sizes=scale.batch_sizes,

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from specpaged.config import ATTENTION_BACKENDS, DTYPES, METHODS, MODEL_IMPLS, NUMERICS
+from specpaged.config import ATTENTION_BACKENDS, DTYPES, MODEL_IMPLS, NUMERICS
+from specpaged.speculative_config import METHODS
 
 Model = Annotated[str | None, typer.Option(help="Target: local path or hub id. Default: the embedded pair.")]
 Texts = Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="Texts to complete.")]

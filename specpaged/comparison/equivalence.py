@@ -20,7 +20,7 @@ class TopTwo:
 
     @property
     def margin(self) -> float:
-        """Logit of the first above that of the second."""
+        """How far the first logit is above the second."""
         return self.logits[0] - self.logits[1]
 
 

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
-from specpaged.config import METHODS, check_choice
+from specpaged.checks import check_choice
 from specpaged.llm import LLM
 from specpaged.outputs import RequestOutput
 from specpaged.prompts import PromptRecord, clip, evenly_spread, is_unicode, load_prompts
 from specpaged.sampling_params import SamplingParams
+from specpaged.speculative_config import METHODS
 
 
 @dataclass(frozen=True)

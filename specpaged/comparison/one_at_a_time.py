@@ -18,7 +18,7 @@ MAX_WEIGHT_BYTES = 1 << 30  # of all processes together: each holds a copy
 
 
 class Reference(Protocol):
-    """Decodes one prompt."""
+    """What decodes one prompt at a time."""
 
     def generate(self, token_ids: Sequence[int], params: SamplingParams) -> list[int]:
         """The completion's token ids."""
@@ -26,7 +26,7 @@ class Reference(Protocol):
 
 
 def num_processes(num_prompts: int, weight_bytes: int, device: torch.device) -> int:
-    """As many as there are cores for, with torch's present number of threads each."""
+    """How many processes cores, prompts and memory allow, each with torch's present number of threads."""
     if device.type != "cpu":
         return 1
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

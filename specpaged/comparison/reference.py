@@ -9,10 +9,11 @@ from functools import partial
 
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
+from typing_extensions import override
 
 from specpaged.comparison.equivalence import Mismatch, TopTwo, compare, is_near_tie
 from specpaged.comparison.job import Job, Run
-from specpaged.comparison.one_at_a_time import decode
+from specpaged.comparison.one_at_a_time import Reference, decode
 from specpaged.config import EngineConfig
 from specpaged.llm import LLM
 from specpaged.modeling.rope import freeze_rope
@@ -32,26 +33,26 @@ def check_reference(reference: str, temperature: float) -> None:
         )
 
 
-class PlainReference:
-    """Our own plain decoding."""
+class PlainReference(Reference):
+    """Plain decoding by an engine of ours."""
 
     def __init__(self, llm: LLM):
         self.llm = llm
 
     @classmethod
     def of(cls, config: EngineConfig) -> PlainReference:
-        """With an engine of its own, which holds no draft and one sequence."""
+        """A reference with an engine of its own, which has no draft and holds one sequence."""
         arguments = {name: getattr(config, name) for name in EngineConfig.__dataclass_fields__}
         arguments |= {"speculative_config": None, "max_num_seqs": 1, "kv_cache_memory_bytes": None}
         return cls(LLM(**arguments))
 
+    @override
     def generate(self, token_ids: Sequence[int], params: SamplingParams) -> list[int]:
-        """See one_at_a_time.Reference."""
         plain = replace(params, extra_args={"num_speculative_tokens": 0})
         return self.llm.generate({"prompt_token_ids": token_ids}, plain, use_tqdm=False)[0].outputs[0].token_ids
 
 
-class TransformersReference:
+class TransformersReference(Reference):
     """The target in transformers' own code, greedily."""
 
     def __init__(self, model: str, dtype: torch.dtype, device: str, max_model_len: int, eos: list[int], trust: bool):
@@ -66,9 +67,9 @@ class TransformersReference:
             do_sample=False, eos_token_id=eos or None, pad_token_id=eos[0] if eos else 0
         )
 
+    @override
     @torch.inference_mode()
     def generate(self, token_ids: Sequence[int], params: SamplingParams) -> list[int]:
-        """See one_at_a_time.Reference."""
         input_ids = torch.tensor([list(token_ids)], device=self.model.device)
         output = self.model.generate(
             input_ids,
@@ -113,7 +114,7 @@ def run_reference(reference: str, job: Job, processes: int) -> Run:
 
 
 def reference_label(reference: str, processes: int) -> str:
-    """How the reference decodes."""
+    """The words by which a report names a way of decoding."""
     label = {"plain": "plain", "hf": "transformers generate"}[reference] + ", one at a time"
     return f"{label} in {processes} processes" if processes > 1 else label
 
@@ -138,7 +139,7 @@ def judge(reference: str, job: Job, runs: Sequence[Run]) -> list[Mismatch]:
 
 
 def _our_top_two(llm: LLM, token_ids: list[int]) -> TopTwo:
-    """As TransformersReference.top_two; log-probabilities, whose difference is that of the logits."""
+    """Our model's two most likely next tokens, with log-probabilities: they differ by as much as logits do."""
     params = SamplingParams(temperature=0, max_tokens=1, logprobs=2, extra_args={"num_speculative_tokens": 0})
     output = llm.generate({"prompt_token_ids": token_ids}, params, use_tqdm=False)[0]
     row = sorted(output.outputs[0].logprobs[0].items(), key=lambda item: item[1].rank)[:2]

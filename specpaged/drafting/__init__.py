@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from specpaged.config import SpeculativeConfig
     from specpaged.drafting.base import Drafter
     from specpaged.modeling.model_runner import ModelRunner
+    from specpaged.speculative_config import SpeculativeConfig
 
 
 def get_drafter(

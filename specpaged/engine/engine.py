@@ -16,13 +16,13 @@ from specpaged.engine.request import Request, validate_request
 from specpaged.engine.scheduler import ScheduledStep, Scheduler
 from specpaged.engine.sequence import Sequence, derived_seed
 from specpaged.engine.step import ScoredStep, SpeculativeStep
-from specpaged.engine.stopping import StopChecker
+from specpaged.engine.stop_checker import StopChecker
 from specpaged.metrics import EngineMetrics, PartCounts
 from specpaged.modeling.model_runner import ModelRunner
 from specpaged.outputs import RequestOutput
 from specpaged.paging.block_allocator import BlockAllocator
 from specpaged.paging.prefix_cache import PrefixCache
-from specpaged.sampling.processors import SamplingRequest
+from specpaged.sampling.request import SamplingRequest
 from specpaged.sampling_params import SamplingParams, bad_words_token_ids
 from specpaged.verification.base import VerifyOutput
 

@@ -15,7 +15,11 @@ GPU_FRACTION = 0.8
 
 
 def max_model_len(config: EngineConfig, models: Sequence[LoadedModel]) -> int:
-    """The target's; where neither a length nor a KV memory was asked for, cut to what the default memory holds."""
+    """The longest sequence in tokens that an engine may take: as long as the target can, unless memory says less.
+
+    Memory has a say where the user named neither a length nor a KV memory: then the default memory must hold one
+    sequence.
+    """
     length = models[0].max_model_len
     if config.max_model_len is not None or config.kv_cache_memory_bytes is not None:
         return length
@@ -75,7 +79,7 @@ def bytes_per_token(models: Sequence[LoadedModel]) -> int:
 
 
 def default_bytes(config: EngineConfig) -> int:
-    """The KV memory of an engine whose user named none: at most so much on a CPU, so much on a GPU."""
+    """The most bytes of KV that an engine takes whose user named no memory: a constant on a CPU, a share on a GPU."""
     if torch.device(config.device).type == "cuda":
         return int(torch.cuda.mem_get_info(config.device)[0] * GPU_FRACTION)
     return DEFAULT_CPU_BYTES

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specpaged.config import EngineConfig, SpeculativeConfig
+from specpaged.config import EngineConfig
 from specpaged.modeling.cuda_graphs import CudaGraphs
 from specpaged.modeling.model_runner import ModelRunner
+from specpaged.speculative_config import SpeculativeConfig
 
 
 def human_bytes(num_bytes: float) -> str:

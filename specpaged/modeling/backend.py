@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from specpaged.config import ATTENTION_BACKENDS, check_choice
+from specpaged.checks import check_choice
+from specpaged.config import ATTENTION_BACKENDS
 from specpaged.modeling.attention.base import PagedPass
 from specpaged.modeling.attention.cpp_pass import CppPass
 from specpaged.modeling.attention.torch_pass import TorchPass

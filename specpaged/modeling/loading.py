@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
-from specpaged.config import MODEL_IMPLS, NUMERICS, check_choice
+from specpaged.checks import check_choice
+from specpaged.config import MODEL_IMPLS, NUMERICS
 from specpaged.modeling.backend import choose_backend
 from specpaged.modeling.checkpoint import check_local_checkpoint, first_line
 from specpaged.modeling.exact import ExactLinears

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from specpaged.paging.block_allocator import NULL_BLOCK, IntegrityError, check_positive
 
@@ -28,7 +29,7 @@ class KVSpec:
 
     @property
     def num_elements(self) -> int:
-        """Of all layers together."""
+        """Elements of one token's keys and values, summed over all layers."""
         return sum(2 * num_kv_heads * head_dim for num_kv_heads, head_dim in self.layers)
 
 
@@ -61,7 +62,7 @@ class KVCache(Protocol):
         ...
 
 
-class PagedKVCache:
+class PagedKVCache(KVCache):
     """num_blocks blocks, and the null block, which is zeros and never written.
 
     The rest is uninitialised: a slot may be read only after it has been written.
@@ -92,23 +93,23 @@ class PagedKVCache:
             self.layers.append(layer)
 
     @property
+    @override
     def num_slots(self) -> int:
-        """Tokens that there is room for."""
         return self.num_blocks * self.block_size
 
     @property
     def block_stride(self) -> int:
-        """Slots from a block to the next one."""
         return self.block_size
 
     @property
+    @override
     def bytes_per_token(self) -> int:
-        """Of one slot, all layers together."""
         return self.kv_spec.num_elements * self.dtype.itemsize
 
     @property
+    @override
     def num_bytes(self) -> int:
-        """Of the tensors, the null block included."""
+        """Bytes of the tensors, the null block included."""
         return (self.num_blocks + 1) * self.block_size * self.bytes_per_token
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> int:
@@ -132,8 +133,9 @@ class PagedKVCache:
             blocks[destination_idx] = blocks[source_idx]
         return len(pairs) * self.block_size * self.bytes_per_token
 
+    @override
     def check_integrity(self) -> None:
-        """The null block is zeros in every layer, and no layer has been replaced by one of another shape."""
+        """IntegrityError unless the null block is zeros in every layer, and every layer has its shape."""
         for layer, (num_kv_heads, head_dim) in zip(self.layers, self.kv_spec.layers, strict=True):
             expected = ((self.num_blocks + 1) * self.block_size, 2, num_kv_heads, head_dim)
             if tuple(layer.shape) != expected:

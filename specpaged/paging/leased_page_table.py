@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from typing_extensions import override
+
 from specpaged.paging.block_allocator import IntegrityError, check_positive
 from specpaged.paging.page_table import PageTable
 
@@ -26,11 +28,14 @@ class LeasedPageTable(PageTable):
         self.num_blocks = num_blocks  # ids are 1 .. num_blocks
 
     def lend(self, blocks: Sequence[int]) -> None:
-        """More blocks, behind those that are there."""
+        """Append blocks that their owner lends to the sequence."""
         self.blocks.extend(blocks)
 
     def restart(self, blocks: Sequence[int], num_tokens: int) -> None:
-        """Other blocks, which hold valid KV of num_tokens tokens in every pool. ValueError past their capacity."""
+        """Replace all blocks by others that hold valid KV of num_tokens tokens in every pool.
+
+        ValueError past their capacity.
+        """
         if not 0 <= num_tokens <= len(blocks) * self.block_size:
             raise ValueError(
                 f"num_tokens must be in 0..{len(blocks) * self.block_size}, the capacity of {len(blocks)} blocks, "
@@ -39,16 +44,16 @@ class LeasedPageTable(PageTable):
         self.blocks = list(blocks)
         self.context_lens = [num_tokens] * len(self.context_lens)
 
+    @override
     def advance(self, pool: int, num_tokens: int) -> None:
-        """See PageTable."""
         self._check_pool(pool)
         room = self.capacity - self.context_lens[pool]
         if not 0 <= num_tokens <= room:
             raise ValueError(f"num_tokens must be in 0..{room}, the capacity left, got {num_tokens}")
         self.context_lens[pool] += num_tokens
 
+    @override
     def check_integrity(self) -> None:
-        """See PageTable."""
         if len(set(self.blocks)) != len(self.blocks):
             raise IntegrityError(f"the page table names a block twice: {self.blocks}")
         for block in self.blocks:
@@ -58,5 +63,6 @@ class LeasedPageTable(PageTable):
             if not 0 <= context_len <= self.capacity:
                 raise IntegrityError(f"pool {pool} has {context_len} valid tokens, capacity {self.capacity}")
 
+    @override
     def _drop(self, num_kept: int) -> int:
         return 0

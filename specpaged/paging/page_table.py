@@ -1,4 +1,7 @@
-"""One sequence's list of blocks, with the number of valid tokens in each pool. Rollback is `truncate`."""
+"""One sequence's list of blocks, with the number of valid tokens in each pool. Rollback is `truncate`.
+
+A page table is what vLLM calls a block table.
+"""
 
 from __future__ import annotations
 
@@ -49,12 +52,12 @@ class PageTable:
 
     @property
     def entries(self) -> Sequence[int]:
-        """What a pass looks up to find the sequence's KV."""
+        """The numbers by which a pass finds the sequence's KV: here its blocks, in order."""
         return self.blocks
 
     @property
     def capacity(self) -> int:
-        """Tokens that the blocks have room for."""
+        """The number of tokens that the blocks have room for."""
         return len(self.blocks) * self.block_size
 
     def reserve(self, num_tokens: int) -> None:

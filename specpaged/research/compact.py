@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from typing_extensions import override
 
 from specpaged.modeling.ragged_batch import ints, upload
 from specpaged.research.dense import DenseLayout, Move
@@ -18,8 +19,8 @@ class Compact(DenseLayout):
     name = "compact"
     copies = 1
 
+    @override
     def move(self, cache: DenseKVCache, moves: Sequence[Move]) -> None:
-        """See DenseLayout."""
         slots, lengths, shifts = zip(*moves, strict=True)
         device = cache.layers[0].device
         first = upload(ints(slots), device)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from specpaged.paging.block_allocator import IntegrityError, check_positive
-from specpaged.paging.kv_cache import KVSpec
+from specpaged.paging.kv_cache import KVCache, KVSpec
 from specpaged_kernels.limits import MAX_BLOCK_SIZE
 
 
-class DenseKVCache:
-    """num_rows rows of num_columns tokens. See PagedKVCache for what the two have in common.
+class DenseKVCache(KVCache):
+    """num_rows rows of num_columns tokens, one row for each sequence of a batch.
 
     To a pass a row is one block without end, and blocks are one slot apart: a sequence's page table holds the slot of
     its position 0. So kernels read the rows where they lie, whatever column they begin in.
@@ -41,26 +42,27 @@ class DenseKVCache:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that hold KV, each once."""
+        """Every tensor that holds KV, each once."""
         return list(self.stacks)
 
     @property
+    @override
     def num_slots(self) -> int:
-        """Tokens that there is room for."""
         return self.num_rows * self.num_columns
 
     @property
+    @override
     def bytes_per_token(self) -> int:
-        """Of one slot, all layers together."""
         return self.kv_spec.num_elements * self.dtype.itemsize
 
     @property
+    @override
     def num_bytes(self) -> int:
-        """Of the tensors."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
+    @override
     def check_integrity(self) -> None:
-        """No layer has been replaced by one of another shape."""
+        """IntegrityError where a layer has been replaced by one of another shape."""
         for layer, geometry in zip(self.layers, self.kv_spec.layers, strict=True):
             expected = (self.num_slots, 2, *geometry)
             if tuple(layer.shape) != expected:

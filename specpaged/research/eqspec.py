@@ -5,6 +5,8 @@ from __future__ import annotations
 from itertools import islice
 from typing import Any
 
+from typing_extensions import override
+
 from specpaged.engine.sequence import Sequence
 from specpaged.scheduling.continuous import ContinuousScheduler
 
@@ -16,15 +18,17 @@ class EqspecScheduler(ContinuousScheduler):
         super().__init__(*arguments, **options)
         self.batch: set[Sequence] = set()  # its sequences that have not ended: they run, or wait for room
 
+    @override
     def finish(self, sequence: Sequence) -> None:
-        """See ContinuousScheduler."""
         super().finish(sequence)
         self.batch.discard(sequence)
 
+    @override
     def _candidates(self) -> list[Sequence]:
         if not self.batch:
             self.batch = set(islice(self.waiting, self.max_num_seqs))
         return super()._candidates()
 
+    @override
     def _has_room(self, num_scheduled: int) -> bool:
         return self.waiting[0] in self.batch

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from typing_extensions import override
+
 from specpaged.engine.sequence import Sequence
 from specpaged.scheduling.continuous import ContinuousScheduler
 
@@ -29,6 +31,7 @@ class ExspecScheduler(ContinuousScheduler):
         self.sort_by_length = sort_by_length
         self.group_by_length = True  # False: every round falls back, as a study may ask
 
+    @override
     def _candidates(self) -> list[Sequence]:
         prefilling = [sequence for sequence in self.running if self._num_missing(sequence) > 1]
         if prefilling:
@@ -37,11 +40,15 @@ class ExspecScheduler(ContinuousScheduler):
             return []  # the round goes to those that join the window
         return self._next_batch()
 
+    @override
     def _has_room(self, num_scheduled: int) -> bool:
         return len(self.running) < self.window and num_scheduled < self.max_num_seqs
 
     def _next_batch(self) -> list[Sequence]:
-        """In order of age, by which sequences are preempted. Counted as grouped or not where there is a choice."""
+        """The round's sequences in order of age, by which sequences are preempted.
+
+        The round is counted as grouped or as a fallback where there is a choice.
+        """
         size = min(self.max_num_seqs, len(self.running))
         counts = 1 < size == self.max_num_seqs  # fewer than B are what the end of a run leaves
         if self.group_by_length:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from specpaged.modeling.ragged_batch import ints, upload
 from specpaged.research.dense import DenseLayout, Move
@@ -21,8 +22,8 @@ class Gather(DenseLayout):
         super().__init__(kv_caches, max_model_len)
         self._scratch: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
 
+    @override
     def move(self, cache: DenseKVCache, moves: Sequence[Move]) -> None:
-        """See DenseLayout."""
         source, destination = source_and_destination(moves, cache.layers[0].device)
         for layer in cache.layers:
             gathered = self._room(len(source), layer)
@@ -38,7 +39,7 @@ class Gather(DenseLayout):
 
 
 def source_and_destination(moves: Sequence[Move], device: torch.device) -> tuple[Tensor, Tensor]:
-    """[n] int64 each: of every token that moves its slot, before and behind.
+    """[n] int64 each: the slots of every token that moves, before and after the move.
 
     Moves (slot 3, length 2, shift 1) and (slot 14, length 3, shift -2):  3 4 14 15 16  ->  4 5 12 13 14
     """

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from typing_extensions import override
+
 from specpaged.research.dense import DenseLayout, Move
 from specpaged.research.dense_kv_cache import DenseKVCache
 
@@ -19,8 +21,8 @@ class Repad(DenseLayout):
 
     name = "repad"
 
+    @override
     def move(self, cache: DenseKVCache, moves: Sequence[Move]) -> None:
-        """See DenseLayout."""
         for slot, length, shift in moves:
             for stack in cache.stacks:
                 old, new = (stack[:, first : first + length] for first in (slot, slot + shift))

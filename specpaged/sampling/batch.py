@@ -15,10 +15,8 @@ from torch import Tensor
 
 from specpaged.sampling.elementwise import softmax_fp32
 from specpaged.sampling.noise import gumbel_noise, noise_keys
-from specpaged.sampling.processors import Row, SamplingRequest, process_rows
-
-__all__ = ["SamplingBatch", "SamplingRequest"]
-
+from specpaged.sampling.processors import process_rows
+from specpaged.sampling.request import Row, SamplingRequest
 
 Noise = dict[tuple[int, int], Tensor]  # by (seed, output index): [V] fp32
 

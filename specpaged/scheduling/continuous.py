@@ -6,13 +6,13 @@ from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 
-from specpaged.config import SpeculativeConfig
 from specpaged.drafting.draft import NO_DRAFT
 from specpaged.engine.scheduler import ScheduledSequence, ScheduledStep
 from specpaged.engine.sequence import Sequence, SequenceStatus
 from specpaged.paging.block_allocator import BlockAllocator, OutOfBlocksError
 from specpaged.paging.page_table import TARGET
 from specpaged.paging.prefix_cache import PrefixCache
+from specpaged.speculative_config import SpeculativeConfig
 
 
 class ContinuousScheduler:

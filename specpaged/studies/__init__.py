@@ -1,1 +1,1 @@
-"""Studies of realignment: methods that are the same but for their schedule and their rollback arm."""
+"""Studies of realignment: methods that are the same but for their schedule and their rollback method."""

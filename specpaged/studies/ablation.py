@@ -44,7 +44,7 @@ METHODS = list(dict.fromkeys(Method.parse(name) for _, *names in EFFECTS for nam
 
 
 def run(options: Options, progress: Callable[[str, int], Callable[[int], object]]) -> Result:
-    """All of METHODS side by side at every B."""
+    """Run all METHODS side by side at every batch size, and compare the two of each effect."""
     rows: list[Row] = []
     options = replace(options, methods=METHODS)
     for workload in options.workloads():

@@ -12,7 +12,10 @@ PACKAGES = ("specpaged", "torch", "transformers", "triton", "numpy")
 
 
 def environment(threads: int) -> dict[str, Any]:
-    """Plain data. The load average is that of the moment: well above 0 before a run, its figures mean little."""
+    """CPU, threads, load and versions, as plain data.
+
+    The load average is that of the moment: where it is well above 0 before a run, the run's figures mean little.
+    """
     return {
         "cpu": cpu_model(),
         "cores": os.cpu_count(),

@@ -29,7 +29,10 @@ COLUMNS = (
 
 
 def run(options: Options, progress: Callable[[str, int], Callable[[int], object]]) -> Result:
-    """Every method at every B, against plain decoding of one prompt at a time; plain batches are the noise floor."""
+    """Compare every method at every batch size with plain decoding of one prompt at a time.
+
+    Plain batches are compared, too: what they differ by is no method's fault.
+    """
     rows: list[Row] = []
     workloads = options.workloads()
     methods = [Method.parse(PLAIN), *(method for method in options.methods if not method.plain)]

@@ -24,7 +24,7 @@ COLUMNS = (
 
 
 def run(options: Options, progress: Callable[[str, int], Callable[[int], object]]) -> Result:
-    """Every exspec method at every B but 1, on the prompts as they are and on prompts cut to one length."""
+    """Run every exspec method at every batch size but 1, on prompts as they are and on prompts cut to one length."""
     rows: list[Row] = []
     methods = [method for method in options.methods if method.schedule == "exspec"]
     if not methods:

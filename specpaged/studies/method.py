@@ -1,4 +1,4 @@
-"""What a study compares: a schedule and a rollback arm, and what an ablation takes away from them."""
+"""What a study compares: a schedule and a rollback method, and what an ablation takes away from them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from specpaged.config import ROLLBACKS, SCHEDULES, EngineConfig
 if TYPE_CHECKING:
     from specpaged.llm import LLM
 
-# The schedule of an arm that is named alone.
+# The schedule of a rollback method that is named alone.
 SCHEDULE_OF = {
     "truncate": "continuous",
     "repad": "eqspec",
@@ -26,8 +26,11 @@ PLAIN = "plain"
 
 @dataclass(frozen=True)
 class Method:
-    """`plain` decodes without drafts; `uncached` has a draft that forgets its KV after every round, as the paper's
-    code has; `ungrouped` is EXSPEC without looking for equal lengths, `sorted` EXSPEC with its window by length."""
+    """A schedule and a rollback method, with variations.
+
+    `plain` decodes without drafts; `uncached` has a draft that forgets its KV after every round, as the paper's code
+    has; `ungrouped` is EXSPEC without looking for equal lengths, `sorted` EXSPEC with its window by length.
+    """
 
     schedule: str
     rollback: str
@@ -38,7 +41,7 @@ class Method:
 
     @classmethod
     def parse(cls, text: str) -> Method:
-        """A method from 'schedule/arm' or from an arm alone, with VARIATIONS behind it; or 'plain'.
+        """A method from 'schedule/rollback' or from a rollback alone, with VARIATIONS behind it; or 'plain'.
 
         Raises:
             ValueError: naming the part that is not known, and what is allowed.
@@ -65,13 +68,13 @@ class Method:
 
     @property
     def name(self) -> str:
-        """What `parse` reads."""
+        """The text that `parse` makes the method from."""
         if self.plain:
             return PLAIN
         return "/".join([self.schedule, self.rollback, *(name for name in VARIATIONS if getattr(self, name))])
 
     def engine_arguments(self, batch_size: int, window: int | None) -> dict[str, Any]:
-        """The LLM's arguments that make the difference."""
+        """The arguments of LLM in which methods differ."""
         arguments: dict[str, Any] = {
             "schedule": self.schedule,
             "rollback": self.rollback,
@@ -82,12 +85,12 @@ class Method:
         return arguments
 
     def check(self, batch_size: int, window: int | None, device: str) -> None:
-        """Raises ValueError if no engine can be made so."""
+        """Raise ValueError unless an engine can run the method at this batch size."""
         arguments = self.engine_arguments(batch_size, window)
         EngineConfig(device=device, max_num_batched_tokens=max(2048, batch_size), **arguments)
 
     def apply(self, llm: LLM) -> None:
-        """Take from an engine what the method is without."""
+        """Switch off in an engine what the method does without: the draft's cache, or grouping by length."""
         if self.uncached:
             from specpaged.studies.forgetful import Forgetful
 
@@ -102,7 +105,7 @@ def parse_methods(text: str) -> list[Method]:
 
 
 def check_methods(methods: Sequence[Method], batch_sizes: Sequence[int], window: int | None, device: str) -> None:
-    """Raises ValueError for the first that cannot be run at some batch size."""
+    """Raise ValueError for the first method that cannot be run at some batch size."""
     for method in methods:
         for batch_size in batch_sizes:
             method.check(batch_size, window, device)

@@ -33,7 +33,7 @@ SHARES = ("verify", "draft", "realignment", "rest")
 
 
 def run(options: Options, progress: Callable[[str, int], Callable[[int], object]]) -> Result:
-    """All methods side by side at every B."""
+    """Run all methods side by side at every batch size."""
     rows: list[Row] = []
     for workload in options.workloads():
         for batch_size in options.batch_sizes:
@@ -59,10 +59,10 @@ def run(options: Options, progress: Callable[[str, int], Callable[[int], object]
         rows,
         environment(options.threads),
         options.as_dict(),
-        "medians of the rounds' shares of wall time, prefills included; realign: truncation or an arm's copies, both "
-        "models'; rest: scheduling, packing, acceptance, the client; MiB: written by copying because drafts were "
-        "rejected, so that attention could read it, and otherwise; paper: realignment in EQSPEC, at B = 4 verify / "
-        "draft / overhead, all of it with an uncached draft (arXiv 2510.22876)",
+        "medians of the rounds' shares of wall time, prefills included; realign: truncation or the copies of "
+        "realignment, both models'; rest: scheduling, packing, acceptance, the client; MiB: written by copying because "
+        "drafts were rejected, so that attention could read it, and otherwise; paper: realignment in EQSPEC, at B = 4 "
+        "verify / draft / overhead, all of it with an uncached draft (arXiv 2510.22876)",
         draw=lambda result, out: [plots.shares(result, out / "overhead.png", SHARES)],
     )
 
@@ -103,7 +103,7 @@ def per_round(runs: Sequence[Run]) -> Row:
 
 
 def published(method: Method, batch_size: int) -> str | None:
-    """The paper's figure for its own two methods."""
+    """The paper's figure for a method of its own; None for any other."""
     if (method.schedule, method.rollback) not in (("eqspec", "repad"), ("exspec", "group")):
         return None
     if batch_size == 4:

@@ -178,9 +178,9 @@ def rollback(result: Result, path: Path) -> Path:
     for i, pattern in enumerate(patterns):
         for j, context in enumerate(contexts):
             axes = grid[i][j]
-            for arm in _names(result, "arm"):
-                rows = [r for r in result.rows if (r["arm"], r["context"], r["pattern"]) == (arm, context, pattern)]
-                axes.plot([r["B"] for r in rows], [r["us"] for r in rows], "o-", markersize=4, label=arm)
+            for method in _names(result, "arm"):
+                rows = [r for r in result.rows if (r["arm"], r["context"], r["pattern"]) == (method, context, pattern)]
+                axes.plot([r["B"] for r in rows], [r["us"] for r in rows], "o-", markersize=4, label=method)
             axes.set_yscale("log")
             _log_sizes(axes, result)
             axes.set_title(f"context {context}, {pattern} runs accepted", fontsize=9)

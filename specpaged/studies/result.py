@@ -26,14 +26,14 @@ class Column:
     form: str = ""
 
     def cell(self, row: Row) -> str:
-        """Empty where the row has no such entry."""
+        """The text of the row's entry; empty where the row has none."""
         value = row.get(self.key)
         return "" if value is None else format(value, self.form)
 
 
 @dataclass
 class Result:
-    """What a study found. `draw` gets the rows and a path without its ending."""
+    """What a study found. `draw` makes plots of a result in a folder, and returns their files."""
 
     name: str
     title: str
@@ -46,7 +46,7 @@ class Result:
     draw: Callable[[Result, Path], list[Path]] | None = None
 
     def print(self, console: Console) -> None:
-        """The table."""
+        """Print the rows as a table."""
         table = Table(title=self.title, caption=self.caption or None, box=box.SIMPLE_HEAD, pad_edge=False)
         # One pair of models needs no column.
         several = len({row.get("models") for row in self.rows}) > 1
@@ -58,7 +58,7 @@ class Result:
         console.print(table)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data."""
+        """The result as plain data, ready for JSON."""
         return {
             "study": self.name,
             "environment": self.environment,
@@ -68,7 +68,7 @@ class Result:
         }
 
     def write(self, out: Path) -> list[Path]:
-        """CSV, JSON and plots; the files that were written."""
+        """Write CSV, JSON and plots into a folder; returns the files that were written."""
         out.mkdir(parents=True, exist_ok=True)
         written = [out / f"{self.name}.csv", out / f"{self.name}.json"]
         keys = list(dict.fromkeys(key for row in self.rows for key in row))
@@ -83,5 +83,5 @@ class Result:
 
 
 def spread(values: Sequence[float], digits: int = 4) -> dict[str, float]:
-    """Median, minimum and maximum."""
+    """The values' median, minimum and maximum, by name, rounded to `digits` decimals."""
     return {name: round(of(values), digits) for name, of in (("median", median), ("min", min), ("max", max))}

@@ -21,7 +21,9 @@ def play(
     arrivals: Sequence[float] | None = None,
     synchronized: bool = False,
 ) -> dict[Method, list[Run]]:
-    """The runs of each method, round by round. Each has an engine of its own, loaded and warmed up beforehand.
+    """Run the methods in turn, and return the runs of each, round by round.
+
+    Each method has an engine of its own, loaded and warmed up beforehand.
 
     `synchronized` engines wait for a GPU behind every stage: for shares of time, not for speed.
     """
@@ -41,7 +43,7 @@ def play(
 
 
 def num_identical(runs: Sequence[Run], expected: Sequence[Run]) -> int:
-    """Outputs of all rounds that are those of the same prompts and rounds in `expected`."""
+    """How many outputs of all rounds equal those of the same prompts and rounds in `expected`."""
     return sum(
         output == other
         for run, reference in zip(runs, expected, strict=True)

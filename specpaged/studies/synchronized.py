@@ -11,7 +11,7 @@ from specpaged.llm import LLM
 
 
 def synchronize(llm: LLM) -> None:
-    """Wait for the device behind every pass of a model and everything that an arm does. Nothing on a CPU."""
+    """Wait for the device behind every pass of a model and everything that a KV layout does. Nothing on a CPU."""
     engine = llm.engine
     device = engine.target.model.device
     if device.type != "cuda":

@@ -42,7 +42,7 @@ ONLINE_COLUMNS = (
 
 
 def run(options: Options, progress: Callable[[str, int], Callable[[int], object]]) -> Result:
-    """All methods side by side at every B."""
+    """Run plain decoding and all methods side by side at every batch size."""
     rows: list[Row] = []
     methods = with_plain(options.methods)
     for workload in options.workloads():
@@ -78,7 +78,7 @@ def run(options: Options, progress: Callable[[str, int], Callable[[int], object]
 
 
 def run_online(options: Options, rates: list[float], progress: Callable[[str, int], Callable[[int], object]]) -> Result:
-    """Requests that arrive as a Poisson process of each rate."""
+    """Run all methods on requests that arrive as a Poisson process, at each rate in requests per second."""
     rows: list[Row] = []
     for workload in options.workloads():
         for batch_size in options.batch_sizes:
@@ -134,7 +134,7 @@ def ratios(runs: dict[Method, list[Run]], method: Method) -> Row:
 
 
 def poisson_arrivals(count: int, rate: float, seed: int = 0) -> list[float]:
-    """Seconds from the start, ascending; `rate` a second on average."""
+    """When `count` requests arrive, in seconds from the start, ascending; `rate` of them a second on average."""
     rng, now, arrivals = random.Random(seed), 0.0, []
     for _ in range(count):
         now += rng.expovariate(rate)
@@ -143,7 +143,7 @@ def poisson_arrivals(count: int, rate: float, seed: int = 0) -> list[float]:
 
 
 def percentiles(latencies: list[float]) -> Row:
-    """P50, P90 and P99."""
+    """P50, P90 and P99 of latencies in seconds."""
     cuts = quantiles(latencies, n=100, method="inclusive") if len(latencies) > 1 else latencies * 99
     return {f"p{p}": round(cuts[p - 1], 4) for p in (50, 90, 99)}
 

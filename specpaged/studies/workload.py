@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from specpaged.config import EMBEDDED_DRAFT, EMBEDDED_TARGET, NUMERICS, check_choice
+from specpaged.checks import check_choice
+from specpaged.config import EMBEDDED_DRAFT, EMBEDDED_TARGET, NUMERICS
 from specpaged.llm import LLM
 from specpaged.metrics import EngineMetrics
 from specpaged.prompts import clip, evenly_spread, load_prompts
@@ -32,7 +33,7 @@ class Pair:
 
     @classmethod
     def parse(cls, text: str) -> Pair:
-        """'TARGET,DRAFT', or 'embedded'."""
+        """The pair that 'TARGET,DRAFT' or 'embedded' names. ValueError for any other text."""
         if text == EMBEDDED:
             return cls(EMBEDDED_TARGET, EMBEDDED_DRAFT)
         names = text.split(",")
@@ -42,7 +43,7 @@ class Pair:
 
     @property
     def name(self) -> str:
-        """Without the folders that lead to it."""
+        """The models' names without the folders that they lie in."""
         if self.target == EMBEDDED_TARGET:
             return EMBEDDED
         return " + ".join(Path(name).name for name in (self.target, self.draft))
@@ -76,7 +77,7 @@ class Workload:
     max_model_len: int
 
     def make_llm(self, method: Method, batch_size: int) -> LLM:
-        """An engine for batches of this size."""
+        """An engine that runs the method in batches of this size."""
         speculative = None
         if not method.plain:
             speculative = {"model": self.pair.draft, "num_speculative_tokens": self.num_speculative_tokens}
@@ -98,7 +99,10 @@ class Workload:
         arrivals: Sequence[float] | None = None,
         progress: Callable[[int], object] = lambda num_ended: None,
     ) -> Run:
-        """All prompts; from the start, or each at its time, in seconds from the start."""
+        """Decode all prompts.
+
+        They are there from the start, or arrive each at its time, in seconds from the start.
+        """
         prompts = self.prompts if prompts is None else prompts
         arrivals = arrivals or [0.0] * len(prompts)
         engine = llm.engine
@@ -149,7 +153,7 @@ class Options:
     out: Path | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """What a result says of how it was made: names, no paths."""
+        """The options as a result records them: names, no paths."""
         return {
             "methods": [method.name for method in self.methods],
             "batch_sizes": self.batch_sizes,
@@ -166,7 +170,7 @@ class Options:
         }
 
     def workloads(self) -> list[Workload]:
-        """One for each pair of models.
+        """One workload for each pair of models.
 
         Raises:
             ValueError: naming the option, its value and what is allowed, before any model runs.
@@ -210,7 +214,7 @@ class Options:
 
 
 def check_device(device: str) -> None:
-    """Raises ValueError unless it is a CPU or a CUDA device that is there."""
+    """Raise ValueError unless `device` is a CPU or a CUDA device that is there."""
     try:
         kind = torch.device(device).type
     except RuntimeError:
@@ -222,7 +226,7 @@ def check_device(device: str) -> None:
 
 
 def check_out(out: Path | None) -> None:
-    """Raises ValueError unless plots can be drawn and files written there."""
+    """Raise ValueError unless plots can be drawn and files written into the folder `out`."""
     if out is None:
         return
     try:

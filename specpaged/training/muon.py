@@ -8,6 +8,7 @@ from concurrent.futures import Executor
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 
 def orthogonalise(matrices: Tensor, steps: int = 5) -> Tensor:
@@ -32,6 +33,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
         self.pool, self.chunk = pool, chunk
 
+    @override
     @torch.no_grad()
     def step(self, closure=None) -> None:
         """One update from the parameters' `.grad`."""

@@ -6,6 +6,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 import vllm
+from typing_extensions import override
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.sample.logits_processor.interface import LogitsProcessor
 
@@ -27,22 +28,23 @@ class _Admission:
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
-        """ValueError, naming a parameter, its value and what is allowed."""
+        """Raise ValueError for parameters that we cannot serve, naming one, its value and what is allowed."""
         validate_num_speculative_tokens(translated(sampling_params), cls.max_draft_tokens)
 
 
 class Admission(_Admission, LogitsProcessor):
     """For vLLM's first model runner, which takes a class that it could make and run."""
 
+    @override
     def is_argmax_invariant(self) -> bool:
-        """See LogitsProcessor."""
         return True
 
+    @override
     def update_state(self, batch_update: Any) -> None:
-        """See LogitsProcessor."""
+        """Nothing to do: no row's logits change, so nothing is kept of a batch."""
 
+    @override
     def apply(self, logits: Any) -> Any:
-        """See LogitsProcessor."""
         return logits
 
 
@@ -64,7 +66,7 @@ def __getattr__(name: str) -> type:
 
 
 def entry_for(config: VllmConfig) -> str:
-    """What `logits_processors` is to hold."""
+    """The string by which vLLM's `logits_processors` names our check of requests."""
     kind = "AdmissionV2" if config.use_v2_model_runner else "Admission"
     speculative = config.speculative_config
     return f"{__name__}:{kind}UpTo{speculative.num_speculative_tokens if speculative is not None else 0}"

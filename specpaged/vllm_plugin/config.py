@@ -8,15 +8,9 @@ from typing import Any
 
 from vllm.config import VllmConfig
 
-from specpaged.config import (
-    ATTENTION_BACKENDS,
-    METHODS,
-    MODEL_IMPLS,
-    NUMERICS,
-    EngineConfig,
-    SpeculativeConfig,
-    check_choice,
-)
+from specpaged.checks import check_choice
+from specpaged.config import ATTENTION_BACKENDS, MODEL_IMPLS, NUMERICS, EngineConfig
+from specpaged.speculative_config import METHODS, SpeculativeConfig
 
 LOAD_FORMATS = ("auto", "hf", "safetensors")
 # Keys of `--additional-config '{"specpaged": {...}}'`.
@@ -29,7 +23,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
 
 
 def engine_config(vllm_config: VllmConfig, device: str) -> EngineConfig:
-    """What vLLM was told, for our parts.
+    """The engine configuration that vLLM's configuration amounts to.
 
     Raises:
         ValueError: naming what was asked for and is not supported, and what is allowed.
@@ -75,7 +69,7 @@ def engine_config(vllm_config: VllmConfig, device: str) -> EngineConfig:
 
 
 def options(additional_config: Any) -> dict[str, str]:
-    """Our own options.
+    """The plugin's own options, out of vLLM's additional_config.
 
     Raises:
         ValueError: naming a key or a value that is not known, and those that are.

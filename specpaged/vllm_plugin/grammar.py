@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from specpaged.sampling.processors import SamplingRequest
+from specpaged.sampling.request import SamplingRequest
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput

@@ -11,7 +11,7 @@ from specpaged.modeling.pair import ModelPair
 from specpaged.modeling.ragged_batch import RaggedRow, pack
 from specpaged.paging.kv_cache import PagedKVCache
 from specpaged.sampling import get_sampling_batch
-from specpaged.sampling.processors import SamplingRequest
+from specpaged.sampling.request import SamplingRequest
 from specpaged.sampling_params import SamplingParams
 from specpaged.verification import get_verifier
 
@@ -21,7 +21,7 @@ _SAMPLED = SamplingParams(temperature=1.0, top_p=0.9)
 
 @torch.inference_mode()
 def run_largest_step(pair: ModelPair, config: EngineConfig) -> None:
-    """As many tokens as may be scheduled, through both models, of as many sequences as may run, each verified.
+    """Run as many tokens as may be scheduled through both models, of as many sequences as may run, each verified.
 
     The sequences share their blocks, so that a cache of one sequence's length will do: what comes out means nothing.
     """

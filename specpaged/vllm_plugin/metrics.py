@@ -40,7 +40,7 @@ class MetricsExport:
         self._logged_rounds = 0
 
     def update(self, metrics: EngineMetrics) -> None:
-        """Behind each step."""
+        """Export what has been counted since the last call: to be called after each step."""
         for name in COUNTERS:
             self._count((name,), getattr(metrics, name))
         for place, total in enumerate(metrics.accepted_per_position):

@@ -36,7 +36,7 @@ def logprobs_lists(
 
 
 def prompt_logprobs_tensors(rows: Sequence[TokenLogprobs]) -> LogprobsTensors:
-    """Those of a prompt's tokens but its first."""
+    """The log-probabilities of a prompt's tokens, all but the first."""
     width = 1 + max((len(row.top) for row in rows), default=0)
     ids = np.zeros((len(rows), width), np.int32)
     values = np.full((len(rows), width), -np.inf, np.float32)

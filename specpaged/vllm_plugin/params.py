@@ -46,7 +46,7 @@ _OTHERS = ("n", "bad_words")  # vLLM makes n requests, and tokenises bad words
 
 
 def translated(params: VllmSamplingParams) -> SamplingParams:
-    """What our sampling takes of vLLM's parameters.
+    """The SamplingParams of ours that ask for what vLLM's ask for.
 
     Raises:
         ValueError: naming a parameter, its value and what is allowed, where one asks for what we do not do.

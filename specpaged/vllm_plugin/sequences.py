@@ -17,7 +17,7 @@ from specpaged.engine.sequence import Sequence, derived_seed
 from specpaged.paging.block_allocator import IntegrityError
 from specpaged.paging.leased_page_table import LeasedPageTable
 from specpaged.paging.page_table import TARGET
-from specpaged.sampling.processors import SamplingRequest
+from specpaged.sampling.request import SamplingRequest
 from specpaged.vllm_plugin.params import translated
 
 if TYPE_CHECKING:

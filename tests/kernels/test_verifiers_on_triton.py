@@ -5,7 +5,7 @@ import torch
 
 from specpaged.drafting.base import DraftOutput
 from specpaged.sampling import get_sampling_batch
-from specpaged.sampling.batch import SamplingRequest
+from specpaged.sampling.request import SamplingRequest
 from specpaged.sampling_params import SamplingParams
 from specpaged.verification import get_verifier
 from specpaged_kernels.limits import MAX_ROWS

@@ -126,7 +126,7 @@ def test_batch_min_keeps_what_the_shortest_run_has():
 @pytest.mark.parametrize("schedule", ["continuous", "eqspec"])
 def test_batch_min_accepts_what_all_rows_accept(toy_pair, schedule):
     params = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
-    alone, together = (make_llm(toy_pair, schedule, "batch_min") for _ in range(2))
+    alone, together = (make_llm(toy_pair, schedule, "batch_min", max_num_batched_tokens=256) for _ in range(2))
     alone.generate(PROMPTS[:1], params, use_tqdm=False)
     together.generate(PROMPTS[:1] * 3, params, use_tqdm=False)
     assert alone.metrics.accepted_tokens > 0

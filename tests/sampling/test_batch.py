@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from specpaged.sampling import get_sampling_batch
-from specpaged.sampling.batch import SamplingBatch, SamplingRequest
+from specpaged.sampling.batch import SamplingBatch
+from specpaged.sampling.request import SamplingRequest
 from specpaged.sampling_params import SamplingParams
 
 

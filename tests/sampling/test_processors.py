@@ -6,7 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specpaged.sampling import processors
-from specpaged.sampling.processors import Row, SamplingRequest, process_row_ref, process_rows
+from specpaged.sampling.processors import process_rows
+from specpaged.sampling.processors_ref import process_row_ref
+from specpaged.sampling.request import Row, SamplingRequest
 from specpaged.sampling_params import SamplingParams
 
 V = 12

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from specpaged.config import SpeculativeConfig
 from specpaged.drafting.draft import NO_DRAFT, Draft
 from specpaged.engine.sequence import Sequence
 from specpaged.paging.block_allocator import BlockAllocator
 from specpaged.paging.page_table import DRAFT, TARGET, PageTable
 from specpaged.sampling_params import SamplingParams
 from specpaged.scheduling.continuous import ContinuousScheduler
+from specpaged.speculative_config import SpeculativeConfig
 
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 48

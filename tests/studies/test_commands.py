@@ -148,7 +148,7 @@ def test_ablation_compares_methods_that_differ_in_one_thing(tokenizer_pair, prom
 
 
 def test_rollback_needs_no_model(tmp_path, monkeypatch):
-    monkeypatch.setattr("specpaged.studies.rollback.SECONDS", 0.0)
+    monkeypatch.setattr("specpaged.studies.rollback_round.SECONDS", 0.0)
     result = bench(
         "rollback", "--arms", "repad,group", "--batch-sizes", "1,3", "--context-lens", "33", "--kv-shape", "2,1,4",
         "--out", tmp_path,

@@ -4,8 +4,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specpaged.drafting.base import DraftOutput
-from specpaged.sampling.batch import SamplingBatch, SamplingRequest
+from specpaged.sampling.batch import SamplingBatch
 from specpaged.sampling.logprobs import token_logprobs
+from specpaged.sampling.request import SamplingRequest
 from specpaged.sampling_params import SamplingParams
 from specpaged.verification import get_verifier
 from specpaged.verification.base import verify_rows

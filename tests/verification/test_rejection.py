@@ -3,7 +3,8 @@ import torch
 
 from specpaged.drafting.base import DraftOutput
 from specpaged.drafting.draft import NO_DRAFT
-from specpaged.sampling.batch import SamplingBatch, SamplingRequest
+from specpaged.sampling.batch import SamplingBatch
+from specpaged.sampling.request import SamplingRequest
 from specpaged.sampling_params import SamplingParams
 from specpaged.verification import get_verifier
 from specpaged.verification.rejection import recover

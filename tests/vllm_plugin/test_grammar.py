@@ -10,7 +10,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make install-vllm")
 import numpy as np
 from vllm.v1.core.sched.output import GrammarOutput
 
-from specpaged.sampling.processors import SamplingRequest
+from specpaged.sampling.request import SamplingRequest
 from specpaged.sampling_params import SamplingParams
 from specpaged.vllm_plugin.grammar import apply_grammar, unpacked
 

@@ -7,9 +7,10 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make install-vllm")
 
-from specpaged.config import EMBEDDED_DRAFT, EMBEDDED_TARGET, EngineConfig, SpeculativeConfig
+from specpaged.config import EMBEDDED_DRAFT, EMBEDDED_TARGET, EngineConfig
 from specpaged.modeling.model_runner import ModelRunner
 from specpaged.modeling.pair import ModelPair
+from specpaged.speculative_config import SpeculativeConfig
 from specpaged.vllm_plugin import worker
 from specpaged.vllm_plugin.memory import run_largest_step
 from specpaged.vllm_plugin.worker import SpecPagedWorker

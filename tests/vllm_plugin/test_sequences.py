@@ -16,7 +16,8 @@ from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, Schedul
 from specpaged.drafting.draft import NO_DRAFT, Draft
 from specpaged.paging.page_table import DRAFT, TARGET
 from specpaged.sampling.logprobs import token_logprobs
-from specpaged.sampling.processors import Row, process_rows
+from specpaged.sampling.processors import process_rows
+from specpaged.sampling.request import Row
 from specpaged.vllm_plugin.sequences import Sequences
 
 K = 2

@@ -16,8 +16,9 @@ import torch
 
 from specpaged import LLM, SamplingParams
 from specpaged.drafting.base import DraftOutput
-from specpaged.engine.stopping import IncrementalDetokenizer
-from specpaged.sampling.batch import SamplingBatch, SamplingRequest
+from specpaged.engine.detokenizer import IncrementalDetokenizer
+from specpaged.sampling.batch import SamplingBatch
+from specpaged.sampling.request import SamplingRequest
 from specpaged.verification import get_verifier
 from tests import toys
 

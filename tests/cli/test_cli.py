@@ -254,7 +254,7 @@ def test_nobody_is_told_of_a_missing_draft_who_asked_for_plain_decoding(specpage
 
 def test_completions_are_shown_as_they_are_written(specpaged, prompts, monkeypatch):
     """Code is full of what rich would take for markup, and some of it would be an error."""
-    from specpaged.engine.stopping import StopChecker
+    from specpaged.engine.stop_checker import StopChecker
 
     monkeypatch.setattr(StopChecker, "text", property(lambda self: "x[i] = y[/b]; [bold]z"))
     result = specpaged("generate", "--prompts", prompts, "--num-prompts", 2, *SHORT)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specpaged import LLM, SamplingParams
-from specpaged.config import DEFAULT_NUM_SPECULATIVE_TOKENS, SpeculativeConfig
+from specpaged.speculative_config import DEFAULT_NUM_SPECULATIVE_TOKENS, SpeculativeConfig
 from tests import toys
 from tests.poison import Poison
 

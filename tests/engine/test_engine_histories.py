@@ -8,7 +8,7 @@ import pytest
 
 from specpaged import SamplingParams
 from tests import toys
-from tests.test_engine import make_llm
+from tests.engine.test_engine import make_llm
 
 MAX_MODEL_LEN = 96
 BYTES_PER_TOKEN = 512  # of a toy model's KV

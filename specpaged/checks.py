@@ -1,0 +1,24 @@
+"""Checks of arguments: what is wrong is named, with its value and what is allowed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def check_choice(name: str, value: Any, allowed: Sequence[str]) -> None:
+    """Raise ValueError unless `value` is one of `allowed`."""
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r} is not known; allowed: {', '.join(map(repr, allowed))}")
+
+
+def check_int(name: str, value: Any, minimum: int) -> None:
+    """Raise ValueError unless `value` is an int (no bool) of at least `minimum`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+        raise ValueError(f"{name}={value!r} must be an int >= {minimum}")
+
+
+def check_bool(name: str, value: Any) -> None:
+    """Raise ValueError unless `value` is True or False: a string would count as true."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r} must be True or False")
