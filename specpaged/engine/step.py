@@ -11,18 +11,17 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from specpaged.drafting.base import Drafter, DraftOutput, DraftRow
 from specpaged.drafting.draft import NO_DRAFT
-from specpaged.engine.prompt_logprobs import prompt_rows, record_prompt_logprobs, wants_prompt_logits
+from specpaged.engine.prompt_logprobs import record_prompt_logprobs
 from specpaged.engine.scheduler import ScheduledSequence
 from specpaged.engine.sequence import Sequence
+from specpaged.engine.target_pass import TargetPass, run_target
 from specpaged.metrics import EngineMetrics
 from specpaged.modeling.forward_output import Argmax, HiddenStates
 from specpaged.modeling.model_runner import ModelRunner
-from specpaged.modeling.ragged_batch import RaggedRow, pack
 from specpaged.paging.page_table import DRAFT, TARGET, PageTable
 from specpaged.sampling import get_sampling_batch
 from specpaged.sampling.batch import Noise, SamplingBatch
@@ -35,11 +34,11 @@ class ScoredStep:
     """A step that the target has run over: what there is to verify."""
 
     entries: SequenceOf[ScheduledSequence]
-    logits: Tensor | Argmax  # [M, V] fp32: for each entry that samples, a row behind its known tokens and each draft
     drafts: DraftOutput  # of the entries that sample, in order
     sampling: SamplingBatch  # likewise
-    prompt_logits: dict[Sequence, Tensor]  # [rows, V] fp32, of prompts whose log-probabilities are asked for
-    hidden_states: dict[Sequence, HiddenStates]  # of all that an entry ran, where the drafter reads them
+    logits: Tensor | Argmax  # [M, V] fp32; these and the rest as TargetPass has them
+    prompt_logits: dict[Sequence, Tensor]
+    hidden_states: dict[Sequence, HiddenStates]
 
     @property
     def sampling_entries(self) -> list[ScheduledSequence]:
@@ -76,7 +75,6 @@ class SpeculativeStep:
         self.limit = limit  # of a rollback method that does not keep all that is verified
         self.agree = agree
         self.verifier = get_verifier(verification, target.model.backend)
-        self._hidden = drafter.hidden_states if drafter is not None else None
         self._sampling_batch = get_sampling_batch(target.model.backend)
         self._noise: Noise = {}  # what the last proposal drew, for the step that verifies it
 
@@ -90,9 +88,8 @@ class SpeculativeStep:
             sampled = [entry for entry in entries if entry.samples]
             sampling = self.sampling([entry.sequence.sampling_request for entry in sampled], self._noise)
             argmax = takes_argmax and sampling.takes_argmax and not sampling.wants_logprobs
-            logits, prompt_logits, hidden_states = self._forward(entries, argmax)
             drafts = DraftOutput.of([entry.draft for entry in sampled])
-            return ScoredStep(entries, logits, drafts, sampling, prompt_logits, hidden_states)
+            return ScoredStep(entries, drafts, sampling, *self._run_target(entries, argmax))
 
     def verify(self, scored: ScoredStep) -> VerifyOutput:
         """Decide which drafts stand, and the token that follows them.
@@ -185,44 +182,14 @@ class SpeculativeStep:
         """IntegrityError where the tensors of a pool are not as its layout has them."""
         self.target.kv_cache.check_integrity()
 
-    def _forward(
-        self, entries: SequenceOf[ScheduledSequence], argmax: bool
-    ) -> tuple[Tensor | Argmax, dict[Sequence, Tensor], dict[Sequence, HiddenStates]]:
-        """The target's pass over the entries; see ScoredStep for what comes of it."""
-        rows = [self._ragged_row(entry) for entry in entries]
-        cache = self.target.kv_cache
-        batch = pack(rows, cache.block_size, self.target.model.device, cache.block_stride)
-        of_prompts = any(map(wants_prompt_logits, entries))
-        output = self.target.forward(
-            batch, argmax_of=self.vocab_size if argmax and not of_prompts else None, hidden=self._hidden
-        )
-        hidden_states = {}
-        if output.hidden_states is not None:
-            counts = [row.num_hidden for row in rows]
-            split = zip(entries, counts, output.hidden_states.split(counts), strict=True)
-            hidden_states = {entry.sequence: of_entry for entry, count, of_entry in split if count}
-        if output.argmax is not None:
-            return output.argmax, {}, hidden_states
-        logits = output.logits[:, : self.vocab_size]
-        if not of_prompts:
-            return logits, {}, hidden_states
-        verify_logits, prompt_logits = [], {}
-        for entry, part in zip(entries, logits.split([row.num_logits for row in rows]), strict=True):
-            num_verify = entry.num_draft_tokens + 1 if entry.samples else 0
-            verify_logits.append(part[len(part) - num_verify :])
-            if wants_prompt_logits(entry):
-                prompt_logits[entry.sequence] = part[prompt_rows(entry)]
-        return torch.cat(verify_logits), prompt_logits, hidden_states
-
-    def _ragged_row(self, entry: ScheduledSequence) -> RaggedRow:
-        sequence, start = entry.sequence, entry.context_len
-        token_ids = [*sequence.token_ids[start : entry.num_known], *entry.draft.token_ids]
-        num_logits = entry.num_draft_tokens + 1 if entry.samples else 0
-        if wants_prompt_logits(entry):
-            num_logits = len(token_ids)
-        reads_hidden = self._hidden is not None and (self.follows_target or sequence.max_draft_tokens > 0)
-        return RaggedRow(
-            token_ids, start, sequence.page_table.entries, num_logits, len(token_ids) if reads_hidden else 0
+    def _run_target(self, entries: SequenceOf[ScheduledSequence], argmax: bool) -> TargetPass:
+        return run_target(
+            self.target,
+            entries,
+            self.vocab_size,
+            argmax=argmax,
+            hidden=self.drafter.hidden_states if self.drafter is not None else None,
+            hidden_of_all=self.follows_target,
         )
 
     def _rescored(self, scored: ScoredStep, verified: VerifyOutput) -> VerifyOutput:
@@ -235,7 +202,8 @@ class SpeculativeStep:
         ]
         if not again:
             return verified
-        logits, _, _ = self._forward([replace(sampled[i], draft=NO_DRAFT) for i in again], argmax=False)
+        entries = [replace(sampled[i], draft=NO_DRAFT) for i in again]
+        logits = self._run_target(entries, argmax=False).logits
         drafts = DraftOutput.of([NO_DRAFT] * len(again))
         alone = self.verifier.verify(logits, drafts, self.sampling([scored.sampling.requests[i] for i in again]))
         token_ids, num_accepted = list(verified.token_ids), list(verified.num_accepted)

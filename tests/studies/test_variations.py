@@ -1,7 +1,6 @@
 """What an ablation takes away is away."""
 
 from specpaged import SamplingParams
-from specpaged.paging.page_table import DRAFT
 from specpaged.studies.method import Method
 from tests.research.engines import make_llm
 
@@ -21,10 +20,19 @@ def running(pair, name, prompts):
 def test_an_uncached_draft_keeps_no_kv_from_round_to_round(toy_pair):
     for name, forgets in (("eqspec/repad/uncached", True), ("eqspec/repad", False)):
         engine = running(toy_pair, name, [[1, 2, 3], [4, 5, 6, 7]])
-        engine.step()
-        held = [sequence.page_table.context_lens[DRAFT] for sequence in engine.scheduler.running]
-        assert len(held) == 2
-        assert all(context_len == 0 for context_len in held) == forgets
+        drafter = engine.speculative_step.drafter
+        propose, held = drafter.propose, []
+
+        def watched(rows, sampling, propose=propose, held=held):
+            held.append([row.context_len for row in rows])
+            return propose(rows, sampling)
+
+        drafter.propose = watched
+        for _ in range(3):
+            engine.step()
+        first, *later = held
+        assert first == [0, 0]
+        assert all(context_len == 0 for of_round in later for context_len in of_round) == forgets
 
 
 def test_an_ungrouped_window_falls_back_in_every_round(toy_pair):

@@ -9,6 +9,7 @@ vllm = pytest.importorskip("vllm", reason="vLLM is not installed: make install-v
 from vllm.sampling_params import StructuredOutputsParams  # noqa: E402
 
 from specpaged.engine.step import SpeculativeStep  # noqa: E402
+from specpaged.engine.target_pass import TargetPass  # noqa: E402
 from tests.vllm_plugin.serving import PROMPTS, check_nothing_is_held, token_ids  # noqa: E402
 
 SPOILT = 3  # of PROMPTS
@@ -18,10 +19,10 @@ GREEDY = {"temperature": 0, "max_tokens": 24}
 def spoil(monkeypatch, with_drafts_only, forbidden=()):
     """NaN in the rows of request SPOILT, from its sixth output token on."""
 
-    forward = SpeculativeStep._forward
+    run_target = SpeculativeStep._run_target
 
     def spoilt(step, entries, argmax):
-        logits, *others = forward(step, entries, argmax=False)
+        logits, *others = run_target(step, entries, argmax=False)
         start = 0
         for entry in (entry for entry in entries if entry.samples):
             sequence, draft, end = entry.sequence, entry.draft, start + entry.num_draft_tokens + 1
@@ -32,10 +33,10 @@ def spoil(monkeypatch, with_drafts_only, forbidden=()):
             elif spoils:
                 logits[start:end, list(forbidden)] += 1e3  # what a grammar rules out, and would be chosen without it
             start = end
-        return logits, *others
+        return TargetPass(logits, *others)
 
     spoilt.prompt, spoilt.count = None, 0
-    monkeypatch.setattr(SpeculativeStep, "_forward", spoilt)
+    monkeypatch.setattr(SpeculativeStep, "_run_target", spoilt)
     return spoilt
 
 
