@@ -2,7 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from torch import Tensor
+
 from specpaged import LLM
+from specpaged.modeling.forward_output import Argmax, ForwardOutput
+from specpaged.modeling.ragged_batch import RaggedBatch
+
+
+def spoiled(
+    forward: Callable[..., ForwardOutput], spoil: Callable[[RaggedBatch, Tensor], None]
+) -> Callable[..., ForwardOutput]:
+    """A ModelRunner.forward whose logits `spoil` changes, in place, before anything is made of them."""
+
+    def spoiled_forward(batch, *, argmax_of=None, hidden=None):
+        output = forward(batch, hidden=hidden)
+        spoil(batch, output.logits)
+        if argmax_of is None:
+            return output
+        return ForwardOutput(None, Argmax.of(output.logits[:, :argmax_of]), output.hidden_states)
+
+    return spoiled_forward
 
 
 class Poison:
@@ -14,8 +35,8 @@ class Poison:
         self.after = after
         self.victim_blocks: set[int] = set()
         self.reused_blocks: set[int] = set()
-        self._forward, self._schedule = self.engine.target.forward, self.engine.scheduler.schedule
-        monkeypatch.setattr(self.engine.target, "forward", self.forward)
+        self._schedule = self.engine.scheduler.schedule
+        monkeypatch.setattr(self.engine.target, "forward", spoiled(self.engine.target.forward, self.spoil))
         monkeypatch.setattr(self.engine.scheduler, "schedule", self.schedule)
 
     def victim(self):
@@ -33,15 +54,14 @@ class Poison:
             self.reused_blocks |= held & self.victim_blocks
         return self._schedule()
 
-    def forward(self, batch):
-        logits, sequence = self._forward(batch), self.victim()
+    def spoil(self, batch, logits):
+        sequence = self.victim()
         if sequence is not None and len(sequence.output_token_ids) >= self.after:
             self.victim_blocks.update(sequence.page_table.blocks)
             owners = [n for n, count in enumerate(batch.num_logits) for _ in range(count)]
             first_blocks = batch.page_table[:, 0].tolist()
             rows = [r for r, n in enumerate(owners) if first_blocks[n] == sequence.page_table.blocks[0]]
             logits[rows] = float("nan")
-        return logits
 
 
 def slots(blocks, length, block_size):

@@ -230,7 +230,12 @@ def test_decoding_with_k_zero_never_runs_the_draft(toy_pair, monkeypatch):
     llm = make_llm(toy_pair, speculative={"num_speculative_tokens_per_batch_size": [[2, 64, 5]]})
     passes = []
     forward = llm.engine.draft.forward
-    monkeypatch.setattr(llm.engine.draft, "forward", lambda batch: passes.append(batch.num_tokens) or forward(batch))
+
+    def counting(batch, **options):
+        passes.append(batch.num_tokens)
+        return forward(batch, **options)
+
+    monkeypatch.setattr(llm.engine.draft, "forward", counting)
     generate(llm, toys.prompts(1), SamplingParams(max_tokens=20, **GREEDY))
     assert len(passes) == 1  # behind the prefill, which others may share
     opted_out = SamplingParams(max_tokens=20, extra_args={"num_speculative_tokens": 0}, **GREEDY)
@@ -365,11 +370,11 @@ def test_a_nan_in_a_prefill_does_not_stay_in_the_prefix_cache(toy_pair, plain, m
     llm = make_llm(toy_pair, k=0, block_size=4, max_num_batched_tokens=16, enable_prefix_caching=True)
     cache, forward = llm.engine.target.kv_cache, llm.engine.target.forward
 
-    def forward_once_broken(batch):
-        logits = forward(batch)
+    def forward_once_broken(batch, **options):
+        output = forward(batch, **options)
         cache.layers[0][batch.slot_mapping[:1]] = float("nan")
         monkeypatch.setattr(llm.engine.target, "forward", forward)
-        return logits
+        return output
 
     monkeypatch.setattr(llm.engine.target, "forward", forward_once_broken)
     with pytest.raises(ValueError, match="NaN"):

@@ -50,7 +50,8 @@ class DraftModelDrafter:
     def _greedy(self, passes: Sequence[RaggedBatch], steps: DraftSteps) -> list[Tensor]:
         """The tokens of each step. Nothing is asked of the host between the passes."""
         if len(passes) > 1:  # rows of the first step are in several of them
-            first = torch.cat([self.runner.argmax(batch, self.vocab_size).token_ids for batch in passes])
+            outputs = [self.runner.forward(batch, argmax_of=self.vocab_size) for batch in passes]
+            first = torch.cat([output.argmax.token_ids for output in outputs])
             if len(steps) == 1:
                 return [first]
             kept = steps.kept[1]
@@ -61,7 +62,8 @@ class DraftModelDrafter:
         # A batch's own tokens are those of the pass before it.
         batches += [steps.batch(step, batches[0].token_ids) for step in range(next_step, len(steps))]
         kept = [None, *steps.kept[next_step:]]
-        return found + self.runner.greedy_steps(batches, kept, self.vocab_size)
+        drafted = self.runner.greedy_steps(batches, kept, self.vocab_size)
+        return found + [step.token_ids for step in drafted]
 
     def _sample(
         self,
@@ -96,7 +98,7 @@ class DraftModelDrafter:
 
     def _logits(self, batch: RaggedBatch) -> Tensor:
         """[M, V]"""
-        return self.runner.forward(batch)[:, : self.vocab_size]
+        return self.runner.forward(batch).logits[:, : self.vocab_size]
 
     def _packed(self, rows: Sequence[RaggedRow]) -> RaggedBatch:
         cache = self.runner.kv_cache

@@ -10,7 +10,8 @@ from torch import Tensor
 from specpaged.engine.prompt_logprobs import prompt_rows, wants_prompt_logits
 from specpaged.engine.scheduler import ScheduledSequence
 from specpaged.engine.sequence import Sequence
-from specpaged.modeling.model_runner import Argmax, ModelRunner
+from specpaged.modeling.forward_output import Argmax
+from specpaged.modeling.model_runner import ModelRunner
 from specpaged.modeling.ragged_batch import RaggedRow, pack
 
 
@@ -42,8 +43,8 @@ def score(
     batch = pack(rows, cache.block_size, target.model.device, cache.block_stride)
     of_prompts = any(map(wants_prompt_logits, entries))
     if argmax and not of_prompts:
-        return target.argmax(batch, vocab_size), {}
-    logits = target.forward(batch)[:, :vocab_size]
+        return target.forward(batch, argmax_of=vocab_size).argmax, {}
+    logits = target.forward(batch).logits[:, :vocab_size]
     if not of_prompts:
         return logits, {}
     verify_logits, prompt_logits, drafts_left = [], {}, iter(drafts)

@@ -189,7 +189,7 @@ class RowExactLinear(nn.Module):
         return isinstance(self.kernel, TritonKernel) and not self._upcast
 
     def argmax(self, x: Tensor, num_ids: int) -> tuple[Tensor, Tensor]:
-        """See TritonKernel.argmax."""
+        """x [rows, K] -> [rows] int64, [rows] bool: the first num_ids outputs' argmax, and whether there is one."""
         return self.kernel.argmax(x, num_ids)
 
     def _any_rows(self, x: Tensor) -> Tensor:

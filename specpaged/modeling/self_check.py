@@ -32,7 +32,7 @@ def _check_block_size(model: LoadedModel, block_size: int) -> int:
 
 
 def _run(runner: ModelRunner, *rows: RaggedRow) -> Tensor:
-    return runner.forward(pack(rows, runner.kv_cache.block_size, runner.model.device))
+    return runner.forward(pack(rows, runner.kv_cache.block_size, runner.model.device)).logits
 
 
 def _tokens(model: LoadedModel, count: int) -> list[int]:

@@ -58,5 +58,5 @@ class GatheredLinear(nn.Module):
         self.shard = shard
 
     def forward(self, x: Tensor) -> Tensor:
-        """See above."""
+        """x [N, inputs / size] of this rank -> [N, outputs] of all ranks."""
         return self.shard.all_gather(self.linear(self.shard.all_gather(x)))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from specpaged.modeling.model_runner import Argmax
+from specpaged.modeling.forward_output import Argmax
 from specpaged.sampling.batch import SamplingBatch
 from specpaged.sampling.logprobs import TokenLogprobs, token_logprobs
 from specpaged.verification.greedy import accept_matching

@@ -22,7 +22,8 @@ from specpaged.engine.scheduler import ScheduledSequence
 from specpaged.engine.scoring import score
 from specpaged.engine.sequence import Sequence
 from specpaged.metrics import EngineMetrics
-from specpaged.modeling.model_runner import Argmax, ModelRunner
+from specpaged.modeling.forward_output import Argmax
+from specpaged.modeling.model_runner import ModelRunner
 from specpaged.paging.page_table import DRAFT, TARGET
 from specpaged.sampling import get_sampling_batch
 from specpaged.sampling.batch import SamplingBatch

@@ -52,7 +52,7 @@ class World:
             packed.append(RaggedRow(tokens, context, list(blocks), num_logits))
         if self.poison:
             self.cache.fill_unowned(self.owned_slots())
-        logits = self.runner.forward(pack(packed, self.block_size))
+        logits = self.runner.forward(pack(packed, self.block_size)).logits
         for name, tokens, _ in rows:
             self.context[name] += len(tokens)
         return dict(zip([name for name, *_ in rows], logits.split([count for *_, count in rows]), strict=True))

@@ -64,7 +64,7 @@ def check_attention_reads_the_tensor_that_is_realigned(llm):
     row = RaggedRow(sequence.token_ids[-1:], context_len, table.entries, 1)
 
     def logits():
-        return engine.target.forward(pack([row], cache.block_size, "cpu", cache.block_stride))
+        return engine.target.forward(pack([row], cache.block_size, "cpu", cache.block_stride)).logits
 
     before = logits()
     outside = torch.ones(len(cache.layers[0]), dtype=torch.bool)

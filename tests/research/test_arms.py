@@ -7,6 +7,7 @@ import pytest
 from specpaged import SamplingParams
 from specpaged.metrics import EngineMetrics
 from specpaged.verification.base import VerifyOutput
+from tests.poison import spoiled
 from tests.research.engines import (
     DENSE,
     PAIRS,
@@ -60,19 +61,17 @@ def test_nan_of_one_request_stays_its_own(toy_pair, monkeypatch):
     expected = [output.outputs[0].token_ids for output in plain.generate(prompts, params, use_tqdm=False)]
     for schedule, rollback in DENSE:
         llm = make_llm(toy_pair, schedule, rollback)
-        engine, forward = llm.engine, llm.engine.target.forward
+        engine = llm.engine
 
-        def poisoned(batch, engine=engine, forward=forward):
-            logits = forward(batch)
+        def spoil(batch, logits, engine=engine):
             for sequence in engine.scheduler.running:
                 if sequence.request_id == "1" and len(sequence.output_token_ids) >= 2 and sequence.page_table.blocks:
                     first = sequence.page_table.entries[0]
                     for rows, table in zip(logits.split(batch.num_logits), batch.page_table.tolist(), strict=True):
                         if table[0] == first:
                             rows.fill_(float("nan"))
-            return logits
 
-        monkeypatch.setattr(engine.target, "forward", poisoned)
+        monkeypatch.setattr(engine.target, "forward", spoiled(engine.target.forward, spoil))
         outputs = llm.generate(prompts, params, use_tqdm=False)
         assert "NaN" in outputs[1].error
         assert [outputs[i].outputs[0].token_ids for i in (0, 2)] == [expected[0], expected[2]]
@@ -155,20 +154,18 @@ def test_a_prompt_of_one_token_whose_drafts_spoil_it_is_run_again(toy_pair, sche
     plain = make_llm(toy_pair, "continuous", "truncate", k=0)
     expected = [output.outputs[0].token_ids for output in plain.generate(prompts, params, use_tqdm=False)]
     llm = make_llm(toy_pair, schedule, rollback, max_num_batched_tokens=256)
-    forward, spoiled = llm.engine.target.forward, []
+    lengths = []
 
-    def poisoned(batch):
-        logits = forward(batch)
+    def spoil(batch, logits):
         for rows, context_len, length in zip(
             logits.split(batch.num_logits), batch.context_lens_host, batch.query_lens, strict=True
         ):
             if context_len == 0 and length == len(rows) > 1:  # the one-token prompt and its drafts
                 rows.fill_(float("nan"))
-                spoiled.append(length)
-        return logits
+                lengths.append(length)
 
-    monkeypatch.setattr(llm.engine.target, "forward", poisoned)
+    monkeypatch.setattr(llm.engine.target, "forward", spoiled(llm.engine.target.forward, spoil))
     outputs = llm.generate(prompts, params, use_tqdm=False)
     assert [output.outputs[0].token_ids for output in outputs] == expected
-    assert spoiled
+    assert lengths
     llm.engine.check_integrity()

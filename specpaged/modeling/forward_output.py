@@ -1,0 +1,112 @@
+"""What a forward pass is asked for, and what comes out of it. Dimensions are those of `ragged_batch`, and H hidden."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Argmax(NamedTuple):
+    """The most likely token of each row of logits, where nothing else is asked of them."""
+
+    token_ids: Tensor  # [M] int64; of equals the lowest, and any id where not ok
+    ok: Tensor  # [M] bool: False where the row's maximum is NaN or -inf
+
+    @classmethod
+    def of(cls, logits: Tensor) -> Argmax:
+        """The argmax of logits [M, V]."""
+        values, token_ids = logits.max(dim=-1)
+        return cls(token_ids, values > float("-inf"))
+
+
+class DraftedTokens(NamedTuple):
+    """What a greedy step of a draft model finds: the most likely token of each row, and how likely it is."""
+
+    token_ids: Tensor  # [M] int64; of equals the lowest
+    logprobs: Tensor  # [M] float32: the token's log-softmax; NaN where the row has a NaN or is -inf everywhere
+
+    @classmethod
+    def of(cls, logits: Tensor) -> DraftedTokens:
+        """The most likely tokens of logits [M, V] float32."""
+        values, token_ids = logits.max(dim=-1)
+        return cls(token_ids, values - logits.logsumexp(dim=-1))
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenStatesRequest:
+    """Which hidden states a drafter asks of the target; of which rows, the batch says (`RaggedBatch.hidden_idx`)."""
+
+    last: bool = False  # the residual stream behind the last layer, which the final norm reads
+    layer_inputs: tuple[int, ...] = ()  # the residual stream that enters these layers: transformers' hidden_states[i]
+
+    def check(self, num_layers: int) -> None:
+        """Raises ValueError where an entry of `layer_inputs` names no layer of a model of `num_layers`."""
+        for layer_idx in self.layer_inputs:
+            if not 0 <= layer_idx < num_layers:
+                raise ValueError(
+                    f"layer_inputs must name layers 0 .. {num_layers - 1} of the model, got {self.layer_inputs}"
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenStates:
+    """The hidden states that a HiddenStatesRequest names, of the R rows that ask."""
+
+    last: Tensor | None  # [R, H] the model's dtype; None where not asked for
+    layer_inputs: tuple[Tensor, ...]  # [R, H] the model's dtype, one per entry of the request, in its order
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardRequest:
+    """What a decoder's pass over N rows, filler included, is asked for. Indices are rows of the pass.
+
+    `output_idx` are the rows that logits or `hidden.last` are wanted of: behind its attention, the last layer runs for
+    no other. It holds every entry of `logits_idx`, and every entry of `hidden_idx` if `hidden.last` is asked for.
+    """
+
+    logits_idx: Tensor | None = None  # [M] int64; None: every row
+    output_idx: Tensor | None = None  # [U] int64, ascending; None: every row
+    argmax_of: int | None = None  # take the argmax of as many leading columns, in place of logits
+    hidden: HiddenStatesRequest | None = None
+    hidden_idx: Tensor | None = None  # [R] int64; None: every row
+
+    def wants_input_of(self, layer_idx: int) -> bool:
+        """Whether the residual stream that enters this layer is asked for."""
+        return self.hidden is not None and layer_idx in self.hidden.layer_inputs
+
+    @property
+    def wants_last(self) -> bool:
+        return self.hidden is not None and self.hidden.last
+
+    def output_rows(self, outputs: Tensor, idx: Tensor | None) -> Tensor:
+        """Of `outputs` [U, ...], one for each entry of `output_idx`, those of the rows `idx`."""
+        if idx is self.output_idx:
+            return outputs
+        if self.output_idx is not None:
+            idx = torch.searchsorted(self.output_idx, idx)
+        return outputs.index_select(0, idx)
+
+    def hidden_states(self, last: Tensor | None, layer_inputs: dict[int, Tensor]) -> HiddenStates | None:
+        """`last` and the `layer_inputs` by layer, [R, H] each, in the order of the request; None without one."""
+        if self.hidden is None:
+            return None
+        return HiddenStates(last, tuple(layer_inputs[layer_idx] for layer_idx in self.hidden.layer_inputs))
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardOutput:
+    """What a forward pass computes. Exactly one of `logits` and `argmax` is there."""
+
+    logits: Tensor | None  # [M, V] float32 (the model's dtype as it comes from a decoder)
+    argmax: Argmax | None  # in place of logits, where asked for
+    hidden_states: HiddenStates | None  # where asked for, and rows of the batch ask
+
+    def first_rows(self, num_logits: int) -> ForwardOutput:
+        """The same without the filler rows behind the first num_logits of logits or argmax."""
+        if self.argmax is not None:
+            argmax = Argmax(*(values[:num_logits] for values in self.argmax))
+            return ForwardOutput(None, argmax, self.hidden_states)
+        return ForwardOutput(self.logits[:num_logits], None, self.hidden_states)
