@@ -59,7 +59,7 @@ class Recorder:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, run: Callable[[], None]) -> Callable[[], object]:
-        """A Record."""
+        """Captures `run` and returns what replays it. Raises RuntimeError where it cannot be captured."""
         with torch.cuda.device(self.device):
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
@@ -162,7 +162,7 @@ class CudaGraphs:
         argmax_of: int | None = None,
         hidden: HiddenStatesRequest | None = None,
     ) -> Bucket:
-        """The smallest one that the batch fits."""
+        """The smallest bucket that the batch fits."""
         num_logits = None
         if len(batch.logits_idx) != batch.num_tokens:
             num_logits = _bucket_of(len(batch.logits_idx))

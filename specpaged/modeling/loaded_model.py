@@ -62,8 +62,10 @@ class LoadedModel:
 
 
 def held_bytes(module: nn.Module) -> int:
-    """Of parameters, buffers and the copies that our linears keep in their kernels' layouts; what modules share counts
-    once."""
+    """The bytes of a module's parameters, buffers and the copies that our linears keep in their kernels' layouts.
+
+    What modules share counts once.
+    """
     held = {}
     for part in module.modules():
         own = (tensor for tensor in vars(part).values() if isinstance(tensor, Tensor))

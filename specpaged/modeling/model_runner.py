@@ -20,9 +20,9 @@ from specpaged.paging.kv_cache import PagedKVCache
 class ModelRunner:
     """Runs packed batches. Blocks, lengths and tokens come as values in each batch; who allocated them is unknown here.
 
-    `gathered_bytes` and `filler_rows` count over the runner's life; filler rows are those of passes and of their
-    logits, not what a single kernel adds to its own tiles, nor what fills up a captured pass. With `graphs`, passes
-    that fit are replayed.
+    `gathered_bytes` and `filler_rows` count over the runner's life; filler rows are those of passes, of their logits
+    and of the last layer where it runs for rows of its own, not what a single kernel adds to its own tiles, nor what
+    fills up a captured pass. With `graphs`, passes that fit are replayed.
     """
 
     def __init__(self, model: LoadedModel, kv_cache: PagedKVCache, graphs: CudaGraphs | None = None):

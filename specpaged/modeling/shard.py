@@ -45,7 +45,7 @@ class Shard:
         return tensor.chunk(self.size)[self.rank]
 
     def groups(self, tensor: Tensor, sizes: tuple[int, ...]) -> Tensor:
-        """The same of each of several matrices that lie one above the other, of `sizes` outputs."""
+        """This rank's part of each of several matrices, of `sizes` outputs, that lie one above the other."""
         return torch.cat([self.rows(part) for part in tensor.split(sizes)])
 
 

@@ -7,10 +7,11 @@ import torch
 import transformers
 from torch import nn
 
+from specpaged.modeling.attention.new_pass import new_pass
 from specpaged.modeling.families import find_decoder_layers
 from specpaged.modeling.flat import config as flat_families
 from specpaged.modeling.flat.cpp_decoder import CppDecoder
-from specpaged.modeling.forward_output import HiddenStatesRequest
+from specpaged.modeling.forward_output import ForwardRequest, HiddenStatesRequest
 from specpaged.modeling.ragged_batch import RaggedRow, pack
 from tests.modeling.families import FAMILIES, toy_config
 from tests.modeling.world import World, random_tokens
@@ -172,6 +173,33 @@ def test_a_row_that_is_not_there_is_refused(toy_model):
         outside = dataclasses.replace(batch, hidden_idx=torch.tensor([row]))
         with pytest.raises(IndexError, match="hidden_idx leads outside"):
             runner.forward(outside, hidden=HiddenStatesRequest(last=True))
+
+
+def test_the_kernel_checks_layers_itself(toy_model):
+    runner = World(load(toy_model, "llama", "one call")).runner
+    batch = pack([RaggedRow([5, 6, 7], 0, [1], 3, 1)], 16)
+    paged_pass = new_pass(runner.model, batch, 3, runner.kv_cache.layers)
+    for layer_idx in (-1, 2):
+        wanted = ForwardRequest(hidden=HiddenStatesRequest(layer_inputs=(layer_idx,)), hidden_idx=batch.hidden_idx)
+        with pytest.raises(IndexError, match="layer_inputs leads outside"):
+            runner.model.run(batch.token_ids, batch.positions, paged_pass, wanted)
+
+
+def test_without_indices_they_are_those_of_every_row(toy_model):
+    """What a captured pass asks for."""
+    for kind in ("one call", "by parts", "torch", "transformers"):
+        model = load(toy_model, "llama", kind)
+        runner = World(model).runner
+        batch = pack([RaggedRow(A, 0, [1, 2, 3], 2, len(A))], 16)
+        paged_pass = new_pass(model, batch, len(A), runner.kv_cache.layers)
+        with torch.inference_mode():
+            wanted = ForwardRequest(batch.logits_idx, None, hidden=request(model))
+            got = model.run(batch.token_ids, batch.positions, paged_pass, wanted)
+            expected = runner.forward(batch, hidden=request(model))
+        assert torch.equal(got.logits, expected.logits)
+        assert torch.equal(got.hidden_states.last, expected.hidden_states.last)
+        for ours, theirs in zip(got.hidden_states.layer_inputs, expected.hidden_states.layer_inputs, strict=True):
+            assert torch.equal(ours, theirs)
 
 
 def test_a_model_that_does_not_show_its_layers_is_refused(toy_model):

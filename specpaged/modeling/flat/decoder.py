@@ -124,16 +124,19 @@ class FlatDecoder(nn.Module):
 
     @property
     def keeps_order(self) -> bool:
-        """Whether the output layer's logits are the final ones: what some families do to them may make ties."""
+        """Whether the most likely token can be seen in the output layer's logits.
+
+        What some families do to these may make ties, which then go to the lowest id.
+        """
         return self.logits_divisor == 1.0 and self.final_softcap is None
 
     @property
     def has_argmax(self) -> bool:
-        """Whether the output layer's own argmax is that of the logits."""
+        """Whether requests may ask for an argmax: the output layer has one of its own, and it is the logits' argmax."""
         return self.keeps_order and getattr(self.output, "has_argmax", False)
 
     def finished(self, logits: Tensor) -> Tensor:
-        """[M, V]: what a family does to the output layer's logits."""
+        """The logits [M, V] of a family, made of its output layer's [M, V]."""
         if self.logits_divisor != 1.0:
             logits = logits / self.logits_divisor
         if self.final_softcap is not None:

@@ -168,7 +168,7 @@ class FlatSource(Source):
         return FlatLayer(config, layer_idx, linears, norms, ops.heads(layer_idx, head_weight), ops.gate())
 
     def _shard(self, tensors: dict[str, Tensor]) -> None:
-        """Keep of every matrix and bias of a layer this rank's outputs."""
+        """Replaces every matrix and bias of a layer by this rank's share of its outputs."""
         whole = self.whole
         query, key = whole.num_heads * whole.head_dim, whole.num_kv_heads * whole.head_dim
         fused = {"self_attn.qkv_proj": (query, key, key), "mlp.gate_up_proj": (whole.intermediate_size,) * 2}
