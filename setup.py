@@ -25,6 +25,7 @@ setup(
         "safetensors",
         "numpy",
         "tqdm",
+        "typing_extensions",
         "typer",
         "rich",
         "typing_extensions",

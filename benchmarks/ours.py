@@ -48,19 +48,19 @@ class Ours:
         self.forward_seconds = 0.0
         self._in_forward = False
         for runner in (self.llm.engine.target, self.llm.engine.draft):
-            for name in ("forward", "argmax", "greedy_steps") if runner is not None else ():
+            for name in ("forward", "greedy_steps") if runner is not None else ():
                 setattr(runner, name, self._clocked(getattr(runner, name)))
 
     def _clocked(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Adds the time of a call to forward_seconds, unless it is part of another such call."""
 
-        def call(*arguments: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
             if self._in_forward:
-                return function(*arguments)
+                return function(*arguments, **options)
             self._in_forward = True
             start = time.perf_counter()
             try:
-                return function(*arguments)
+                return function(*arguments, **options)
             finally:
                 self._in_forward = False
                 self.forward_seconds += time.perf_counter() - start

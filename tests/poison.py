@@ -2,10 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+
+from torch import Tensor
 
 from specpaged import LLM
-from specpaged.modeling.forward_output import Argmax
+from specpaged.modeling.forward_output import Argmax, ForwardOutput
+from specpaged.modeling.ragged_batch import RaggedBatch
+
+
+def spoiled(
+    forward: Callable[..., ForwardOutput], spoil: Callable[[RaggedBatch, Tensor], None]
+) -> Callable[..., ForwardOutput]:
+    """A ModelRunner.forward whose logits `spoil` changes, in place, before anything is made of them."""
+
+    def spoiled_forward(batch, *, argmax_of=None, hidden=None):
+        output = forward(batch, hidden=hidden)
+        spoil(batch, output.logits)
+        if argmax_of is None:
+            return output
+        return ForwardOutput(None, Argmax.of(output.logits[:, :argmax_of]), output.hidden_states)
+
+    return spoiled_forward
 
 
 class Poison:
@@ -44,19 +62,6 @@ class Poison:
             first_blocks = batch.page_table[:, 0].tolist()
             rows = [r for r, n in enumerate(owners) if first_blocks[n] == sequence.page_table.blocks[0]]
             logits[rows] = float("nan")
-
-
-def spoiled(forward, spoil):
-    """A ModelRunner.forward whose logits `spoil(batch, logits)` has changed in place before anybody reads them."""
-
-    def changed(batch, *, argmax_of=None, hidden=None):
-        output = forward(batch, hidden=hidden)
-        spoil(batch, output.logits)
-        if argmax_of is None:
-            return output
-        return replace(output, logits=None, argmax=Argmax.of(output.logits[:, :argmax_of]))
-
-    return changed
 
 
 def slots(blocks, length, block_size):

@@ -41,7 +41,7 @@ _RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+)")
 
 
 def all_variants() -> Iterator[Variant]:
-    """Of every operation."""
+    """The variants of every operation."""
     for operation in OPERATIONS:
         yield from operation.variants()
 

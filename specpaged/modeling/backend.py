@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Collection
 
 import torch
-from torch import Tensor
 
 from specpaged.checks import check_choice
 from specpaged.config import ATTENTION_BACKENDS
-from specpaged.modeling.attention.base import PagedPass
-from specpaged.modeling.attention.cpp_pass import CppPass
-from specpaged.modeling.attention.torch_pass import TorchPass
-from specpaged.modeling.ragged_batch import RaggedBatch
 from specpaged_kernels import limits
 from specpaged_kernels.cpu import library
-
-if TYPE_CHECKING:
-    from specpaged.modeling.loaded_model import LoadedModel
 
 ENVIRONMENT = "SPECPAGED_ATTENTION_BACKEND"  # overrides the argument
 
@@ -58,19 +49,3 @@ def choose_backend(
     if wanted == "auto":
         return "torch", reason
     raise ValueError(f"{name}={wanted!r} cannot be used: {reason}; allowed: 'torch', or 'auto'")
-
-
-def new_pass(model: LoadedModel, batch: RaggedBatch, num_rows: int, kv_layers: Sequence[Tensor]) -> PagedPass:
-    """The pass of a batch by the model's backend."""
-    # Kernels are not imported before they are wanted: that takes seconds.
-    if model.backend == "triton":
-        from specpaged.modeling.attention.triton_pass import TritonPass
-
-        return TritonPass(batch, num_rows, kv_layers)
-    if model.backend == "cpp":
-        return CppPass(batch, kv_layers)
-    if model.backend == "xformers":
-        from specpaged.modeling.attention.xformers_pass import XformersPass
-
-        return XformersPass(batch, num_rows, kv_layers, model.attention_scheme, model.dtype)
-    return TorchPass(batch, num_rows, kv_layers, model.attention_scheme, model.dtype)

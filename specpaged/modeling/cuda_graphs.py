@@ -2,7 +2,8 @@
 
 A graph repeats its kernels with the addresses and sizes that they had at capture. So a pass copies its batch into
 static buffers, which are filled up to a bucket, and whatever depends on lengths is data. There is a graph for each
-bucket of rows, of attention's work items and of logits, captured when the first pass of that kind comes.
+bucket of rows, of attention's work items and of logits, and for each request of hidden states, captured when the first
+pass of that kind comes.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from specpaged.modeling.forward_output import Argmax, ForwardOutput, ForwardRequest, HiddenStates, HiddenStatesRequest
 from specpaged.modeling.loaded_model import LoadedModel
 from specpaged.modeling.ragged_batch import RaggedBatch
 from specpaged.paging.kv_cache import PagedKVCache
@@ -28,7 +30,6 @@ logger = logging.getLogger("specpaged")
 
 ROW_BUCKETS = (0, 1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 
-Outputs = tuple[Tensor, ...]
 Record = Callable[[Callable[[], None]], Callable[[], object]]  # a pass over static buffers -> what repeats it
 
 
@@ -38,7 +39,16 @@ class Bucket(NamedTuple):
     rows: int  # and sequences
     items: int  # of attention's work list
     num_logits: int | None  # None: of every row
-    vocab_size: int | None  # see LoadedModel.run
+    argmax_of: int | None  # see ForwardRequest
+    hidden: HiddenStatesRequest | None = None  # of every row: a batch's own are picked behind the replay
+
+
+class Captured(NamedTuple):
+    """A pass over static buffers that can be repeated."""
+
+    paged_pass: StaticPass
+    replay: Callable[[], object]
+    output: ForwardOutput  # the buffers that a replay writes
 
 
 class Recorder:
@@ -49,7 +59,7 @@ class Recorder:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, run: Callable[[], None]) -> Callable[[], object]:
-        """A Record."""
+        """Captures `run` and returns what replays it. Raises RuntimeError where it cannot be captured."""
         with torch.cuda.device(self.device):
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
@@ -79,7 +89,7 @@ class CudaGraphs:
         self.kv_cache = kv_cache
         self._record = record or Recorder(model.device)
         # None: could not be captured.
-        self._captured: dict[Bucket, tuple[StaticPass, Callable[[], object], Outputs] | None] = {}
+        self._captured: dict[Bucket, Captured | None] = {}
         heads = model.decoder.layers[0].heads  # a flat decoder's layers have one geometry
         group = heads.num_heads // heads.num_kv_heads
         tiles = choose_tiles(heads.head_dim, group, model.dtype)
@@ -93,6 +103,7 @@ class CudaGraphs:
         self._context_lens = torch.zeros(most, dtype=torch.int32, device=device)
         self._ok = torch.zeros(most, dtype=torch.bool, device=device)
         self._logits = torch.empty(most, model.vocab_size, dtype=model.dtype, device=device)
+        self._hidden_states: list[Tensor] = []  # [most, H] each: as many as the largest request so far names
 
     @classmethod
     def why_not(cls, model: LoadedModel, enforce_eager: bool) -> str | None:
@@ -107,34 +118,56 @@ class CudaGraphs:
 
     @property
     def num_captured(self) -> int:
-        """Graphs so far."""
+        """The number of graphs so far."""
         return sum(captured is not None for captured in self._captured.values())
 
-    def run(self, batch: RaggedBatch, vocab_size: int | None) -> Outputs | None:
-        """See LoadedModel.run; of the batch's M rows. None if no graph can run it."""
+    def run(
+        self, batch: RaggedBatch, argmax_of: int | None = None, hidden: HiddenStatesRequest | None = None
+    ) -> ForwardOutput | None:
+        """One pass of the batch, as LoadedModel.run makes it; None if no graph can run it.
+
+        `hidden` needs a batch with `hidden_idx`.
+        """
         if batch.num_tokens > ROW_BUCKETS[-1]:
             return None
         work_list = self._work_list(batch)
-        bucket = self.bucket(batch, len(work_list.item_seq), vocab_size)
+        bucket = self.bucket(batch, len(work_list.item_seq), argmax_of, hidden)
         self._fill(batch, bucket)
         if bucket not in self._captured:
             self._captured[bucket] = self._capture(batch, work_list, bucket)
         captured = self._captured[bucket]
         if captured is None:
             return None
-        paged_pass, replay, outputs = captured
-        paged_pass.update(work_list)
-        replay()
-        # A copy: the next replay writes to the same buffers.
-        return tuple(output[: len(batch.logits_idx)].clone() for output in outputs)
+        captured.paged_pass.update(work_list)
+        captured.replay()
+        # Copies: the next replay writes to the same buffers.
+        num_logits = len(batch.logits_idx)
+        logits, argmax, hidden_states = captured.output.logits, captured.output.argmax, captured.output.hidden_states
+        if hidden_states is not None:
+            last, layer_inputs = hidden_states.last, hidden_states.layer_inputs
+            hidden_states = HiddenStates(
+                None if last is None else last.index_select(0, batch.hidden_idx),
+                tuple(x.index_select(0, batch.hidden_idx) for x in layer_inputs),
+            )
+        return ForwardOutput(
+            None if logits is None else logits[:num_logits].clone(),
+            None if argmax is None else Argmax(*(values[:num_logits].clone() for values in argmax)),
+            hidden_states,
+        )
 
-    def bucket(self, batch: RaggedBatch, num_items: int, vocab_size: int | None) -> Bucket:
-        """The smallest one that the batch fits."""
+    def bucket(
+        self,
+        batch: RaggedBatch,
+        num_items: int,
+        argmax_of: int | None = None,
+        hidden: HiddenStatesRequest | None = None,
+    ) -> Bucket:
+        """The smallest bucket that the batch fits."""
         num_logits = None
         if len(batch.logits_idx) != batch.num_tokens:
             num_logits = _bucket_of(len(batch.logits_idx))
         items = 1 << max(0, num_items - 1).bit_length()
-        return Bucket(_bucket_of(batch.num_tokens), items, num_logits, vocab_size)
+        return Bucket(_bucket_of(batch.num_tokens), items, num_logits, argmax_of, hidden)
 
     def _work_list(self, batch: RaggedBatch) -> WorkList:
         from specpaged.modeling.attention.triton_pass import work_list_of
@@ -153,9 +186,7 @@ class CudaGraphs:
         _copy(batch.cu_query_lens, self._cu_query_lens[: rows + 1], batch.num_tokens)
         _copy(batch.context_lens, self._context_lens[:rows])
 
-    def _capture(
-        self, batch: RaggedBatch, work_list: WorkList, bucket: Bucket
-    ) -> tuple[StaticPass, Callable[[], object], Outputs] | None:
+    def _capture(self, batch: RaggedBatch, work_list: WorkList, bucket: Bucket) -> Captured | None:
         from specpaged.modeling.attention.triton_pass import StaticPass
 
         rows = bucket.rows
@@ -172,25 +203,54 @@ class CudaGraphs:
             query_lens=(),
             context_lens_host=(),
             num_logits=(),
+            hidden_idx=None,
+            num_hidden=(),
         )
         num_logits = rows if bucket.num_logits is None else bucket.num_logits
         logits_idx = None if bucket.num_logits is None else static.logits_idx
+        # The last layer runs for the rows of the logits alone, unless it is asked for what is behind it.
+        output_idx = None if bucket.hidden is not None and bucket.hidden.last else logits_idx
+        request = ForwardRequest(logits_idx, output_idx, bucket.argmax_of, bucket.hidden)
         paged_pass = StaticPass(static, rows, self.kv_cache.layers, bucket.items)
         paged_pass.update(work_list)
-        buffers = (self._logits,) if bucket.vocab_size is None else (self._argmax, self._ok)
-        outputs = tuple(buffer[:num_logits] for buffer in buffers)
+        output = self._output_buffers(num_logits, bucket)
 
         def run() -> None:
-            computed = self.model.run(static.token_ids, static.positions, paged_pass, logits_idx, bucket.vocab_size)
-            for output, result in zip(outputs, computed, strict=True):
-                output.copy_(result)
+            computed = self.model.run(static.token_ids, static.positions, paged_pass, request)
+            for buffer, values in zip(_tensors(output), _tensors(computed), strict=True):
+                buffer.copy_(values)
 
         logger.info("%s: capturing passes of up to %d rows, %d items", self.model.name, *bucket[:2])
         try:
-            return paged_pass, self._record(run), outputs
+            return Captured(paged_pass, self._record(run), output)
         except RuntimeError as error:  # out of memory is one
             logger.warning("%s: passes of up to %d rows run eagerly: %s", self.model.name, rows, error)
             return None
+
+    def _output_buffers(self, num_logits: int, bucket: Bucket) -> ForwardOutput:
+        """Views of the static buffers, which all graphs share."""
+        logits = argmax = hidden_states = None
+        if bucket.argmax_of is None:
+            logits = self._logits[:num_logits]
+        else:
+            argmax = Argmax(self._argmax[:num_logits], self._ok[:num_logits])
+        if bucket.hidden is not None:
+            num_states = bucket.hidden.last + len(bucket.hidden.layer_inputs)
+            while len(self._hidden_states) < num_states:
+                shape = (ROW_BUCKETS[-1], self.model.hidden_size)
+                self._hidden_states.append(torch.empty(shape, dtype=self.model.dtype, device=self.model.device))
+            buffers = [buffer[: bucket.rows] for buffer in self._hidden_states[:num_states]]
+            last = buffers.pop(0) if bucket.hidden.last else None
+            hidden_states = HiddenStates(last, tuple(buffers))
+        return ForwardOutput(logits, argmax, hidden_states)
+
+
+def _tensors(output: ForwardOutput) -> list[Tensor]:
+    """All tensors of an output, in a fixed order."""
+    tensors = [output.logits] if output.argmax is None else [*output.argmax]
+    if output.hidden_states is not None:
+        tensors += [output.hidden_states.last, *output.hidden_states.layer_inputs]
+    return [tensor for tensor in tensors if tensor is not None]
 
 
 def _bucket_of(rows: int) -> int:

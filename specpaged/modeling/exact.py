@@ -177,7 +177,7 @@ class ExactLinears:
         self._multiples = [1]
 
     def make(self, weight: Tensor, bias: Tensor | None) -> RowExactLinear:
-        """weight [N, K], bias [N] | None. Raises InexactError."""
+        """An exact layer of weight [N, K] and bias [N]. Raises InexactError."""
         scheme = choose_linear_scheme(*weight.shape, bias is not None, weight.dtype, weight.device, self.backend)
         self.note(scheme, *weight.shape)
         return RowExactLinear(weight, bias, scheme)
@@ -193,7 +193,10 @@ class ExactLinears:
         self._multiples.append(multiple)
 
     def row_multiple(self, inner_sizes: set[int], dtype: torch.dtype) -> int:
-        """That a pass is filled up to; element-wise functions run on these last dimensions, in `dtype` or wider."""
+        """The multiple that the rows of a pass are filled up to.
+
+        Element-wise functions run on last dimensions of `inner_sizes`, in `dtype` or wider.
+        """
         if self.device.type != "cpu":
             inner_sizes = set()  # a GPU treats every element of an element-wise function alike
         return aligned_multiple(math.lcm(*self._multiples), inner_sizes, self.num_threads, dtype)

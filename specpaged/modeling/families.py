@@ -141,3 +141,20 @@ def find_layers(module: nn.Module, model: str, max_model_len: int) -> list[Layer
     except ValueError as error:
         raise ValueError(f"model {model!r} ({name}) is not supported: {error}") from None
     return layers
+
+
+def find_decoder_layers(module: nn.Module) -> nn.ModuleList:
+    """The decoder layers of a transformers model: the list whose entry i holds the attention of layer i.
+
+    Raises ValueError where there is no such list.
+    """
+    num_layers = module.config.get_text_config().num_hidden_layers
+    for layers in module.modules():
+        if isinstance(layers, nn.ModuleList) and len(layers) == num_layers:
+            held = [{getattr(part, "layer_idx", None) for part in layer.modules()} - {None} for layer in layers]
+            if held == [{layer_idx} for layer_idx in range(num_layers)]:
+                return layers
+    raise ValueError(
+        f"hidden states are asked of {type(module).__name__}, which has no list of its {num_layers} layers; "
+        "supported are drafters that need none"
+    )

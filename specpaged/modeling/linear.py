@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import override
 
 from specpaged_kernels.cpu import library as cpu_library
 from specpaged_kernels.cpu import linear as cpu_linear
@@ -35,14 +36,14 @@ class LinearScheme:
 
     @property
     def name(self) -> str:
-        """For the start-up report."""
+        """What the start-up report calls the scheme."""
         name = self.kernel
         if self.kernel == "stock":
             name = "stock per row" if self.max_rows == 1 else f"stock x{self.row_multiple}"
         return f"float32 {name}" if self.upcast else name
 
     def padded_rows(self, rows: int) -> int:
-        """Rows of a call, filler rows included."""
+        """The number of rows, filler included, that a call with `rows` rows is given."""
         return max(self.min_rows, -(-rows // self.row_multiple) * self.row_multiple)
 
 
@@ -101,7 +102,7 @@ class StockKernel(nn.Module):
 
 
 class PackedKernel(nn.Module):
-    """oneDNN's, with a prepacked weight."""
+    """oneDNN's linear, with a prepacked weight."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None):
         super().__init__()
@@ -113,7 +114,7 @@ class PackedKernel(nn.Module):
 
 
 class CppKernel(nn.Module):
-    """Ours on a CPU."""
+    """Our C++ kernel."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None):
         super().__init__()
@@ -126,7 +127,7 @@ class CppKernel(nn.Module):
 
 
 class TritonKernel(nn.Module):
-    """Ours on a GPU."""
+    """Our Triton kernel."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None):
         super().__init__()
@@ -185,11 +186,11 @@ class RowExactLinear(nn.Module):
 
     @property
     def has_argmax(self) -> bool:
-        """Whether `argmax` spares the output."""
+        """Whether `argmax` can be had without the outputs in memory."""
         return isinstance(self.kernel, TritonKernel) and not self._upcast
 
     def argmax(self, x: Tensor, num_ids: int) -> tuple[Tensor, Tensor]:
-        """See TritonKernel.argmax."""
+        """x [rows, K] -> [rows] int64, [rows] bool: the first num_ids outputs' argmax, and whether there is one."""
         return self.kernel.argmax(x, num_ids)
 
     def _any_rows(self, x: Tensor) -> Tensor:
@@ -201,8 +202,8 @@ class RowExactLinear(nn.Module):
             pieces.append(self._gemm(F.pad(piece, (0, 0, 0, filler)))[:rows] if filler else self._gemm(piece))
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
+    @override
     def extra_repr(self) -> str:
-        """For printing the module."""
         return f"{self.in_features}, {self.out_features}, bias={self.kernel.bias is not None}, {self.scheme.name}"
 
 

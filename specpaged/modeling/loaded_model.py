@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from specpaged.modeling.attention.base import PagedPass
+from specpaged.modeling.forward_output import ForwardOutput, ForwardRequest
 from specpaged.modeling.numerics import AttentionScheme
 from specpaged.paging.kv_cache import KVSpec
 
@@ -17,7 +18,7 @@ from specpaged.paging.kv_cache import KVSpec
 class LoadedModel:
     """`loading.load_model` makes it; the last block is what a ModelRunner needs to keep a pass exact."""
 
-    decoder: nn.Module  # see Source
+    decoder: nn.Module  # a Decoder, see `source`
     implementation: str  # "flat" | "transformers"
     not_flat: str | None  # why the flat decoder does not run it
     not_ours: str | None  # why none of our kernels does
@@ -42,26 +43,29 @@ class LoadedModel:
 
     @property
     def has_argmax(self) -> bool:
-        """Whether the decoder has an argmax that spares the logits."""
+        """Whether the decoder can take the argmax of its logits without having them in memory."""
         return getattr(self.decoder, "has_argmax", False)
+
+    @property
+    def hidden_size(self) -> int:
+        return self.hf_config.get_text_config().hidden_size
 
     def run(
         self,
         token_ids: Tensor,  # [N] int64
         positions: Tensor,  # [N] int64
         paged_pass: PagedPass,
-        logits_idx: Tensor | None,  # [M] int64; None: every row
-        vocab_size: int | None,
-    ) -> tuple[Tensor, ...]:
-        """One pass: (logits [M, V],), or the argmax of their first vocab_size columns ([M] int64, [M] bool)."""
-        if vocab_size is None:
-            return (self.decoder(token_ids, positions, paged_pass, logits_idx),)
-        return self.decoder.argmax(token_ids, positions, paged_pass, logits_idx, vocab_size)
+        request: ForwardRequest,
+    ) -> ForwardOutput:
+        """One pass of the decoder; logits in the model's dtype. `request.argmax_of` only where it `has_argmax`."""
+        return self.decoder(token_ids, positions, paged_pass, request)
 
 
 def held_bytes(module: nn.Module) -> int:
-    """Of parameters, buffers and the copies that our linears keep in their kernels' layouts; what modules share counts
-    once."""
+    """The bytes of a module's parameters, buffers and the copies that our linears keep in their kernels' layouts.
+
+    What modules share counts once.
+    """
     held = {}
     for part in module.modules():
         own = (tensor for tensor in vars(part).values() if isinstance(tensor, Tensor))

@@ -186,7 +186,7 @@ def _check_device(device: str | torch.device) -> torch.device:
 
 
 def _check_dtype(dtype: str, device: torch.device) -> torch.dtype | None:
-    """None for "auto"."""
+    """The dtype by its name; None for "auto". Raises ValueError."""
     if dtype == "auto":
         return None
     if dtype not in DTYPES:

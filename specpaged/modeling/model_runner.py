@@ -9,23 +9,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specpaged.modeling.backend import new_pass
+from specpaged.modeling.attention.new_pass import new_pass
 from specpaged.modeling.cuda_graphs import CudaGraphs
-from specpaged.modeling.forward_output import Argmax, DraftedTokens
+from specpaged.modeling.forward_output import Argmax, DraftedTokens, ForwardOutput, ForwardRequest, HiddenStatesRequest
 from specpaged.modeling.loaded_model import LoadedModel
 from specpaged.modeling.ragged_batch import RaggedBatch
-from specpaged.paging.kv_cache import PagedKVCache
+from specpaged.paging.kv_cache import KVCache
 
 
 class ModelRunner:
     """Runs packed batches. Blocks, lengths and tokens come as values in each batch; who allocated them is unknown here.
 
-    `gathered_bytes` and `filler_rows` count over the runner's life; filler rows are those of passes and of their
-    logits, not what a single kernel adds to its own tiles, nor what fills up a captured pass. With `graphs`, passes
-    that fit are replayed.
+    `gathered_bytes` and `filler_rows` count over the runner's life; filler rows are those of passes, of their logits
+    and of the last layer where it runs for rows of its own, not what a single kernel adds to its own tiles, nor what
+    fills up a captured pass. With `graphs`, passes that fit are replayed.
     """
 
-    def __init__(self, model: LoadedModel, kv_cache: PagedKVCache, graphs: CudaGraphs | None = None):
+    def __init__(self, model: LoadedModel, kv_cache: KVCache, graphs: CudaGraphs | None = None):
         if kv_cache.kv_spec != model.kv_spec:
             raise ValueError(f"kv_cache must have the model's layers {model.kv_spec}, got {kv_cache.kv_spec}")
         self.model = model
@@ -35,52 +35,56 @@ class ModelRunner:
         self.filler_rows = 0
 
     @torch.inference_mode()
-    def forward(self, batch, *, argmax_of=None, hidden=None):
-        from specpaged.modeling.forward_output import ForwardOutput
+    def forward(
+        self,
+        batch: RaggedBatch,
+        *,
+        argmax_of: int | None = None,
+        hidden: HiddenStatesRequest | None = None,
+    ) -> ForwardOutput:
+        """Writes the KV of the batch's N tokens, and computes logits [M, V] float32 of the rows that ask for them.
 
-        if argmax_of is not None:
-            return ForwardOutput(None, self.argmax(batch, argmax_of), None)
-        return ForwardOutput(self.logits_of(batch), None, None)
+        With `argmax_of`, the argmax of as many leading columns comes in place of the logits, which then need never be
+        in memory. With `hidden`, hidden states of the batch's `hidden_idx` come along; under numerics="exact" no bit of
+        the logits changes with that, and "fast" promises nothing.
 
-    @torch.inference_mode()
-    def logits_of(self, batch: RaggedBatch) -> Tensor:
-        """Writes the KV of the batch's N tokens and returns the logits that it asks for, [M, V] float32."""
-        return self._run(batch, None)[0].float()
-
-    @torch.inference_mode()
-    def argmax(self, batch: RaggedBatch, vocab_size: int) -> Argmax:
-        """As `forward`, and what its logits' first vocab_size columns come to.
-
-        Where the decoder's output layer has an argmax of its own, the logits themselves are never in memory.
+        Raises:
+            ValueError: `hidden` names a layer that the model does not have, or the model does not show its layers.
         """
-        if self.model.has_argmax and len(batch.logits_idx):
-            return Argmax(*self._run(batch, vocab_size))
-        return Argmax.of(self.logits_of(batch)[:, :vocab_size])
+        if hidden is not None:
+            hidden.check(len(self.kv_cache.layers))
+        if batch.hidden_idx is None:
+            hidden = None
+        fused = self.model.has_argmax and len(batch.logits_idx) > 0
+        output = self._run(batch, argmax_of if fused else None, hidden)
+        if output.argmax is not None:
+            return output
+        logits = output.logits.float()
+        if argmax_of is not None:
+            return ForwardOutput(None, Argmax.of(logits[:, :argmax_of]), output.hidden_states)
+        return replace(output, logits=logits)
 
     @torch.inference_mode()
     def greedy_steps(
-        self, batches: Sequence[RaggedBatch], kept: Sequence[Tensor | None], vocab_size: int
-    ) -> list[Tensor]:
-        """Passes of which each runs the tokens that the one before found most likely; those of each, [M] int64.
+        self, batches: Sequence[RaggedBatch], source_idx: Sequence[Tensor | None], vocab_size: int
+    ) -> list[DraftedTokens]:
+        """Passes of which each runs the most likely tokens of the one before, among the first vocab_size ids.
 
-        The first one runs its own `token_ids`, which the others need not have. kept[s] [N] int64 are the rows of pass
-        s - 1's tokens that pass s runs; None: all of them.
+        The first one runs its own `token_ids`, which the others need not have. Row n of pass s runs what row
+        source_idx[s][n] ([N] int64) of pass s - 1's logits came to; None: row n. Returns what each pass finds.
         """
         decoder = self.model.decoder
         in_one_call = getattr(decoder, "runs_greedy_steps", None)
         if in_one_call is not None and self.model.backend == "cpp" and in_one_call(batches[0].num_tokens):
             self._check_threads()
-            return [
-                DraftedTokens(t, t.float())
-                for t in decoder.greedy_steps(batches, kept, self.kv_cache.layers, vocab_size)
-            ]
-        found: list[Tensor] = []
-        for batch, rows in zip(batches, kept, strict=True):
-            if found:
-                token_ids = found[-1] if rows is None else found[-1].index_select(0, rows)
-                batch = replace(batch, token_ids=token_ids)
-            found.append(self.argmax(batch, vocab_size).token_ids)
-        return [DraftedTokens(t, t.float()) for t in found]
+            return decoder.greedy_steps(batches, source_idx, self.kv_cache.layers, vocab_size)
+        drafted: list[DraftedTokens] = []
+        for batch, rows in zip(batches, source_idx, strict=True):
+            if drafted:
+                token_ids = drafted[-1].token_ids
+                batch = replace(batch, token_ids=token_ids if rows is None else token_ids.index_select(0, rows))
+            drafted.append(DraftedTokens.of(self.forward(batch).logits[:, :vocab_size]))
+        return drafted
 
     def _check_threads(self) -> None:
         model = self.model
@@ -90,26 +94,35 @@ class ModelRunner:
                 f"{torch.get_num_threads()}: call torch.set_num_threads before loading it"
             )
 
-    def _run(self, batch: RaggedBatch, vocab_size: int | None) -> tuple[Tensor, ...]:
-        """See LoadedModel.run; of the batch's M rows."""
+    def _run(self, batch: RaggedBatch, argmax_of: int | None, hidden: HiddenStatesRequest | None) -> ForwardOutput:
+        """One pass, captured or not; logits in the model's dtype. `hidden` needs a batch with `hidden_idx`."""
         model = self.model
         self._check_threads()
-        replayed = None if self.graphs is None else self.graphs.run(batch, vocab_size)
+        replayed = None if self.graphs is None else self.graphs.run(batch, argmax_of, hidden)
         if replayed is not None:
             return replayed
-        num_tokens, num_logits = batch.num_tokens, batch.logits_idx.shape[0]
-        multiple = model.row_multiple
-        filler = -num_tokens % multiple
+        num_tokens, num_logits = batch.num_tokens, len(batch.logits_idx)
+        filler = -num_tokens % model.row_multiple
         token_ids, positions = batch.token_ids, batch.positions
         if filler:
             token_ids, positions = F.pad(token_ids, (0, filler)), F.pad(positions, (0, filler))
             self.filler_rows += filler
         logits_idx = None  # every row
         if num_logits != num_tokens:
-            logits_filler = -num_logits % multiple
-            logits_idx = F.pad(batch.logits_idx, (0, logits_filler))
-            self.filler_rows += logits_filler
-        paged_pass = new_pass(model, batch, num_tokens + filler, self.kv_cache.layers)
-        outputs = model.run(token_ids, positions, paged_pass, logits_idx, vocab_size)
+            logits_idx = self._filled_up(batch.logits_idx, 0)
+        output_idx = logits_idx
+        if hidden is not None and hidden.last and logits_idx is not None:
+            output_idx = batch.output_idx()
+            # The last row of the pass, so that they ascend.
+            output_idx = None if len(output_idx) == num_tokens else self._filled_up(output_idx, len(token_ids) - 1)
+        request = ForwardRequest(logits_idx, output_idx, argmax_of, hidden, batch.hidden_idx)
+        paged_pass = new_pass(model, batch, len(token_ids), self.kv_cache.layers)
+        output = model.run(token_ids, positions, paged_pass, request)
         self.gathered_bytes += paged_pass.gathered_bytes
-        return tuple(output[:num_logits] for output in outputs)
+        return output.first_rows(num_logits)
+
+    def _filled_up(self, rows: Tensor, filler_row: int) -> Tensor:
+        """Rows of a pass [n] int64, filled up to the multiple that the model's kernels want; counts the filler."""
+        filler = -len(rows) % self.model.row_multiple
+        self.filler_rows += filler
+        return F.pad(rows, (0, filler), value=filler_row)

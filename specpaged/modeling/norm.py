@@ -46,7 +46,7 @@ class KernelRMSNorm(nn.Module):
 
 
 def _close(ours: Tensor, theirs: Tensor) -> bool:
-    """Within two roundings, before and after the weight."""
+    """Whether two results differ by two roundings at most, one before and one after the weight."""
     tolerance = 4 * torch.finfo(theirs.dtype).eps
     return torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance)
 

@@ -46,16 +46,16 @@ class AttentionScheme:
 
     @property
     def name(self) -> str:
-        """For the start-up report."""
+        """What the start-up report calls the scheme."""
         kind = f"{'float32 ' if self.upcast else ''}{self.kernel} x{self.row_multiple}"
         return f"{kind}, KV in {'/'.join(map(str, self.kv_buckets))}"
 
     def padded_rows(self, rows: int) -> int:
-        """Folded rows of a call, filler rows included."""
+        """The number of folded rows, filler included, that a call with `rows` of them is given."""
         return -(-rows // self.row_multiple) * self.row_multiple
 
     def kv_bucket(self, length: int) -> int:
-        """length rounded up."""
+        """The KV length, filled up with zeros, at which a sequence of this length is attended to."""
         whole, tail = divmod(length, KV_PERIOD)
         return whole * KV_PERIOD + next((b for b in self.kv_buckets if tail <= b), KV_PERIOD) if tail else length
 
@@ -64,12 +64,12 @@ FAST_KV_BUCKETS = tuple(range(CHUNK, KV_PERIOD + 1, CHUNK))
 
 
 def fast_attention_scheme(dtype: torch.dtype, device: torch.device, group: int) -> AttentionScheme:
-    """For numerics="fast"; `group` is Hq / Hkv."""
+    """The scheme of numerics="fast"; `group` is Hq / Hkv."""
     return AttentionScheme("sdpa", 1, FAST_KV_BUCKETS, _upcasts(dtype, device), max(1, MAX_FOLDED_ROWS // group))
 
 
 def _upcasts(dtype: torch.dtype, device: torch.device) -> bool:
-    """bfloat16 on a CPU that has no units for it."""
+    """Whether attention computes in float32: bfloat16 on a CPU that has no units for it."""
     return dtype == torch.bfloat16 and device.type == "cpu" and not can_pack(dtype, device)
 
 
@@ -80,7 +80,7 @@ def _generator(device: torch.device) -> torch.Generator:
 def candidate_linear_schemes(
     n: int, k: int, dtype: torch.dtype, device: torch.device, backend: str = "torch"
 ) -> list[LinearScheme]:
-    """For a weight [n, k], the preferred first."""
+    """The schemes to try for a weight [n, k], the preferred one first."""
     if backend == "triton":
         return [LinearScheme("triton", 1, 1, ANY_ROWS)]
     rows = PROBE_ROWS[-1]

@@ -54,16 +54,16 @@ class ModelPair:
 
     @property
     def models(self) -> list[LoadedModel]:
-        """By pool: the target, then the draft if there is one."""
+        """The models in the order of their pools: the target, then the draft if there is one."""
         return [self.target] if self.draft is None else [self.target, self.draft]
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """An id that no row of logits has can end nothing, and must not be ruled out by min_tokens."""
+        """The target's end-of-text tokens, but for ids without logits: none of those can end a sequence."""
         return tuple(token_id for token_id in self.target.eos_token_ids if 0 <= token_id < self.vocab_size)
 
     def runners(self, kv_caches: Sequence[KVCache], max_model_len: int, enforce_eager: bool) -> list[ModelRunner]:
-        """By pool. Passes are captured as CUDA graphs where that can be and is not forbidden."""
+        """A runner for each model on its KV cache, with CUDA graphs where passes can be captured and may be."""
         runners = []
         for model, cache in zip(self.models, kv_caches, strict=True):
             graphs = None
@@ -74,7 +74,7 @@ class ModelPair:
 
 
 def _shared_arguments(config: EngineConfig) -> dict[str, Any]:
-    """What both models are loaded with."""
+    """The arguments that both models are loaded with."""
     names = ("device", "trust_remote_code", "attention_backend", "model_impl", "block_size")
     return {name: getattr(config, name) for name in names}
 

@@ -2,7 +2,8 @@
 
 Dimensions, used beside every tensor of the project:
     B sequences in the pass      N packed tokens          M rows whose logits are wanted
-    K draft tokens a sequence    V vocabulary             L layers
+    K draft tokens a sequence    V vocabulary             L layers, H hidden size
+    R rows whose hidden states are wanted
     P blocks                     S block_size             Hq / Hkv heads, D head_dim
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -22,7 +24,7 @@ class RaggedRow:
 
     `blocks` is the sequence's page table and covers `context_len + len(token_ids)` slots; `context_len` tokens
     already have valid KV, so it is also the position of `token_ids[0]`. Logits are wanted for the last
-    `num_logits` tokens.
+    `num_logits` tokens, and hidden states, where a pass is asked for any, for the last `num_hidden`.
     """
 
     token_ids: Sequence[int]
@@ -37,12 +39,14 @@ class RaggedBatch:
     """Packed rows of several sequences, without padding.
 
     Two sequences with block_size 4: A has 5 tokens of context in blocks [2, 7] and runs 3 tokens a b c;
-    B has no context, owns block [1] and runs 2 tokens d e; logits of A's last two tokens and of B's last:
+    B has no context, owns block [1] and runs 2 tokens d e; wanted are logits of A's last two tokens and of B's last,
+    and hidden states of both of B's:
 
         token_ids      a  b  c  d  e         cu_query_lens  0 3 5
         positions      5  6  7  0  1         context_lens   5 0
         slot_mapping  29 30 31  4  5         page_table     2 7
         logits_idx        1  2     4                        1 0    (0: the null block)
+        hidden_idx              3  4         output_idx     1 2 3 4
     """
 
     token_ids: Tensor  # [N] int64
@@ -57,11 +61,22 @@ class RaggedBatch:
     num_logits: tuple[int, ...]
     block_size: int
     block_stride: int  # slots from a block to the next one: block_size, unless blocks are a dense batch's rows
+    hidden_idx: Tensor | None = None  # [R] int64, ascending; None: of no row
+    num_hidden: tuple[int, ...] = ()  # host mirror: one per sequence, or none where hidden_idx is None
 
     @property
     def num_tokens(self) -> int:
-        """N."""
         return self.token_ids.shape[0]
+
+    def output_idx(self) -> Tensor:
+        """[U] int64, ascending: the rows that logits or hidden states are wanted of. Nothing waits for the device."""
+        if self.num_hidden in ((), self.num_logits):
+            return self.logits_idx
+        rows = []
+        ends = accumulate(self.query_lens)
+        for end, num_logits, num_hidden in zip(ends, self.num_logits, self.num_hidden, strict=True):
+            rows.extend(range(end - max(num_logits, num_hidden), end))
+        return upload(ints(rows), self.token_ids.device)
 
 
 def ints(values: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
@@ -101,6 +116,7 @@ def pack(
     positions: list[int] = []
     slots: list[int] = []
     logits_idx: list[int] = []
+    hidden_idx: list[int] = []
     cu_query_lens = [0]
     for row in rows:
         start, end = row.context_len, row.context_len + len(row.token_ids)
@@ -114,15 +130,17 @@ def pack(
             start += count
         cu_query_lens.append(len(token_ids))
         logits_idx.extend(range(len(token_ids) - row.num_logits, len(token_ids)))
+        hidden_idx.extend(range(len(token_ids) - row.num_hidden, len(token_ids)))
     width = max(-(-(row.context_len + len(row.token_ids)) // block_size) for row in rows)
     page_table = flat_page_table([row.blocks for row in rows], width)
     context_lens = tuple(row.context_len for row in rows)
     num_tokens, num_seqs = len(token_ids), len(rows)
     # Two uploads in all.
-    wide = upload(ints([*token_ids, *positions, *slots, *logits_idx]), device)
+    wide = upload(ints([*token_ids, *positions, *slots, *logits_idx, *hidden_idx]), device)
     narrow = upload(ints([*page_table, *cu_query_lens, *context_lens], torch.int32), device)
     table, bounds, contexts = narrow.split_with_sizes([num_seqs * width, num_seqs + 1, num_seqs])
-    ids, places, targets, wanted = wide.split_with_sizes([num_tokens] * 3 + [len(logits_idx)])
+    sizes = [num_tokens] * 3 + [len(logits_idx), len(hidden_idx)]
+    ids, places, targets, of_logits, of_hidden = wide.split_with_sizes(sizes)
     return RaggedBatch(
         token_ids=ids,
         positions=places,
@@ -130,10 +148,12 @@ def pack(
         page_table=table.view(num_seqs, width),
         cu_query_lens=bounds,
         context_lens=contexts,
-        logits_idx=wanted,
+        logits_idx=of_logits,
         query_lens=tuple(len(row.token_ids) for row in rows),
         context_lens_host=context_lens,
         num_logits=tuple(row.num_logits for row in rows),
         block_size=block_size,
         block_stride=stride,
+        hidden_idx=of_hidden if hidden_idx else None,
+        num_hidden=tuple(row.num_hidden for row in rows) if hidden_idx else (),
     )

@@ -45,7 +45,7 @@ class Shard:
         return tensor.chunk(self.size)[self.rank]
 
     def groups(self, tensor: Tensor, sizes: tuple[int, ...]) -> Tensor:
-        """The same of each of several matrices that lie one above the other, of `sizes` outputs."""
+        """This rank's part of each of several matrices, of `sizes` outputs, that lie one above the other."""
         return torch.cat([self.rows(part) for part in tensor.split(sizes)])
 
 
@@ -58,5 +58,5 @@ class GatheredLinear(nn.Module):
         self.shard = shard
 
     def forward(self, x: Tensor) -> Tensor:
-        """See above."""
+        """x [N, inputs / size] of this rank -> [N, outputs] of all ranks."""
         return self.shard.all_gather(self.linear(self.shard.all_gather(x)))

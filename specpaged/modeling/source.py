@@ -1,22 +1,37 @@
-"""A model that has been opened and checked, before its layers get the form in which they compute."""
+"""A model that has been opened and checked, before its layers get the form in which they compute; and that form."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from specpaged.modeling.attention.base import PagedPass
 from specpaged.modeling.exact import ExactLinears
 from specpaged.modeling.families import LayerGeometry
+from specpaged.modeling.forward_output import ForwardOutput, ForwardRequest
+
+
+class Decoder(Protocol):
+    """A whole model on packed rows: an nn.Module whose `forward` is this.
+
+    One with an attribute `has_argmax` that is true takes requests with `argmax_of`.
+    """
+
+    def forward(
+        self,
+        token_ids: Tensor,  # [N] int64
+        positions: Tensor,  # [N] int64
+        paged_pass: PagedPass,
+        request: ForwardRequest,
+    ) -> ForwardOutput:
+        """Writes the KV of N rows, and computes what the request asks for; logits in the model's dtype."""
+        ...
 
 
 class Source(Protocol):
-    """Where a decoder comes from.
-
-    A decoder is a module that is called as decoder(token_ids, positions, paged_pass, logits_idx) with token_ids and
-    positions [N] int64 and logits_idx [M] int64 (None: all rows), and returns logits [M, V].
-    """
+    """Where a decoder comes from."""
 
     implementation: str  # "flat" | "transformers"
     architecture: str
@@ -26,12 +41,12 @@ class Source(Protocol):
     num_parameters: int
 
     def exact(self, linears: ExactLinears) -> tuple[nn.Module, set[int]]:
-        """The decoder with its matrix products by `linears`, and the last dimensions that element-wise functions see.
+        """A Decoder with its matrix products by `linears`, and the last dimensions that element-wise functions see.
 
         Raises InexactError. May be called once, as `fast` may.
         """
         ...
 
     def fast(self, backend: str) -> nn.Module:
-        """The decoder with the quickest kernel for each layer and row count."""
+        """A Decoder with the quickest kernel for each layer and row count."""
         ...

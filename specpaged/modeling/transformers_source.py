@@ -3,42 +3,88 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
+from typing_extensions import override
 
 from specpaged.modeling.attention.base import HOOK, PagedPass
 from specpaged.modeling.checkpoint import first_line
 from specpaged.modeling.exact import ExactLinears, make_exact, make_fast
-from specpaged.modeling.families import find_layers
+from specpaged.modeling.families import find_decoder_layers, find_layers
+from specpaged.modeling.forward_output import ForwardOutput, ForwardRequest
 from specpaged.modeling.norm import fuse_norms, use_kernel_norms
 from specpaged.modeling.rope import freeze_rope
+from specpaged.modeling.source import Source
 
 
 class TransformersDecoder(nn.Module):
-    """A model whose attention goes through our hook. See Source."""
+    """A Decoder (see `source`) that is a transformers model whose attention goes through our hook."""
 
     def __init__(self, module: nn.Module):
         super().__init__()
         self.module = module
 
-    def forward(self, token_ids: Tensor, positions: Tensor, paged_pass: PagedPass, logits_idx: Tensor | None) -> Tensor:
-        """token_ids and positions [N] int64, logits_idx [M] int64 (None: all rows) -> [M, V]"""
+    @cached_property
+    def _layers(self) -> nn.ModuleList:
+        return find_decoder_layers(self.module)
+
+    @override
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, paged_pass: PagedPass, request: ForwardRequest
+    ) -> ForwardOutput:
+        if request.hidden is None:
+            return ForwardOutput(self._logits(token_ids, positions, paged_pass, request), None, None)
+        with _HiddenStatesHooks(self._layers, request) as hooks:
+            logits = self._logits(token_ids, positions, paged_pass, request)
+        return ForwardOutput(logits, None, request.hidden_states(hooks.last, hooks.layer_inputs))
+
+    def _logits(self, token_ids: Tensor, positions: Tensor, paged_pass: PagedPass, request: ForwardRequest) -> Tensor:
         return self.module(
             input_ids=token_ids[None],
             position_ids=positions[None],
             use_cache=False,
-            logits_to_keep=0 if logits_idx is None else logits_idx,
+            logits_to_keep=0 if request.logits_idx is None else request.logits_idx,
             paged_pass=paged_pass,
         ).logits[0]
 
 
-class TransformersSource:
-    """See Source. Raises ValueError, naming the model, for what cannot be loaded or does not run on paged KV."""
+class _HiddenStatesHooks(ExitStack):
+    """Hooks on a model's layers that take down, during a pass, the hidden states that are asked for."""
+
+    def __init__(self, layers: nn.ModuleList, request: ForwardRequest):
+        super().__init__()
+        self.hidden_idx = request.hidden_idx
+        self.last: Tensor | None = None  # [R, H]
+        self.layer_inputs: dict[int, Tensor] = {}  # [R, H] each, by layer
+        handles = [
+            layer.register_forward_pre_hook(partial(self._take_input, layer_idx), with_kwargs=True)
+            for layer_idx, layer in enumerate(layers)
+            if request.wants_input_of(layer_idx)
+        ]
+        if request.wants_last:
+            handles.append(layers[-1].register_forward_hook(self._take_last))
+        for handle in handles:
+            self.callback(handle.remove)
+
+    def _take_input(self, layer_idx: int, _: nn.Module, args: tuple, kwargs: dict) -> None:
+        self.layer_inputs[layer_idx] = self._rows(args[0] if args else kwargs["hidden_states"])
+
+    def _take_last(self, _: nn.Module, __: tuple, output: Tensor | tuple) -> None:
+        self.last = self._rows(output[0] if isinstance(output, tuple) else output)
+
+    def _rows(self, hidden_states: Tensor) -> Tensor:
+        """[1, N, H] -> [R, H]"""
+        return hidden_states[0] if self.hidden_idx is None else hidden_states[0].index_select(0, self.hidden_idx)
+
+
+class TransformersSource(Source):
+    """A model as transformers loads it. Raises ValueError, by name, if it cannot be loaded or run on paged KV."""
 
     implementation = "transformers"
 
@@ -65,8 +111,8 @@ class TransformersSource:
         self.vocab_size = module.get_output_embeddings().weight.shape[0]
         self.num_parameters = sum(p.numel() for p in module.parameters())
 
+    @override
     def exact(self, linears: ExactLinears) -> tuple[nn.Module, set[int]]:
-        """See Source.exact."""
         config = self.module.config.get_text_config()
         inner_sizes = {
             size
@@ -84,8 +130,8 @@ class TransformersSource:
             linears.want_rows(2)
         return TransformersDecoder(self.module), inner_sizes
 
+    @override
     def fast(self, backend: str) -> nn.Module:
-        """See Source.fast."""
         fuse_norms(self.module, self.dtype)
         make_fast(self.module, backend)
         return TransformersDecoder(self.module)

@@ -18,7 +18,7 @@ def synchronize(llm: LLM) -> None:
         return
     for runner in (engine.target, engine.draft):
         if runner is not None:
-            for name in ("forward", "argmax", "greedy_steps"):
+            for name in ("forward", "greedy_steps"):
                 setattr(runner, name, waiting(getattr(runner, name), device))
     for name in ("place", "realign"):
         setattr(engine.kv_layout, name, waiting(getattr(engine.kv_layout, name), device))
@@ -27,8 +27,8 @@ def synchronize(llm: LLM) -> None:
 def waiting(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
     """The function, which returns when the device has done its work."""
 
-    def call(*arguments: Any) -> Any:
-        result = function(*arguments)
+    def call(*arguments: Any, **options: Any) -> Any:
+        result = function(*arguments, **options)
         torch.cuda.synchronize(device)
         return result
 

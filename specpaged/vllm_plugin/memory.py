@@ -36,7 +36,7 @@ def run_largest_step(pair: ModelPair, config: EngineConfig) -> None:
         cache = PagedKVCache(model.kv_spec, num_blocks, config.block_size, model.dtype, model.device)
         rows = [RaggedRow([0] * length, 0, blocks, len(draft) + 1) for length, draft in zip(lens, drafts, strict=True)]
         batch = pack(rows, config.block_size, model.device, cache.block_stride)
-        logits = ModelRunner(model, cache).forward(batch)[:, : pair.vocab_size]
+        logits = ModelRunner(model, cache).forward(batch).logits[:, : pair.vocab_size]
     requests = [SamplingRequest(_SAMPLED, i, [0], []) for i in range(num_seqs)]
     sampling = get_sampling_batch(pair.target.backend)(requests, pair.vocab_size, pair.target.device)
     get_verifier("coupled", pair.target.backend).verify(logits, DraftOutput(drafts, [None] * num_seqs), sampling)

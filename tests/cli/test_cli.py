@@ -390,17 +390,17 @@ def test_numbers_below_their_minimum_exit_with_2(specpaged, prompts, flag):
 
 
 def test_a_request_that_fails_among_others_is_told_and_exits_with_1(specpaged, prompts, tmp_path, monkeypatch):
-    argmax = ModelRunner.argmax
+    forward = ModelRunner.forward
     poisoned = []
 
-    def poison(self, batch, vocab_size):
-        result = argmax(self, batch, vocab_size)
-        if not poisoned:
+    def poison(self, batch, **options):
+        output = forward(self, batch, **options)
+        if output.argmax is not None and not poisoned:
             poisoned.append(True)
-            result.ok[0] = False
-        return result
+            output.argmax.ok[0] = False
+        return output
 
-    monkeypatch.setattr(ModelRunner, "argmax", poison)
+    monkeypatch.setattr(ModelRunner, "forward", poison)
     output = tmp_path / "completions.jsonl"
     result = specpaged("generate", "--prompts", prompts, "--output", output, "--num-speculative-tokens", 0, *SHORT)
     assert result.exit_code == 1

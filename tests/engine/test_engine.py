@@ -230,7 +230,12 @@ def test_decoding_with_k_zero_never_runs_the_draft(toy_pair, monkeypatch):
     llm = make_llm(toy_pair, speculative={"num_speculative_tokens_per_batch_size": [[2, 64, 5]]})
     passes = []
     forward = llm.engine.draft.forward
-    monkeypatch.setattr(llm.engine.draft, "forward", lambda batch: passes.append(batch.num_tokens) or forward(batch))
+
+    def counting(batch, **options):
+        passes.append(batch.num_tokens)
+        return forward(batch, **options)
+
+    monkeypatch.setattr(llm.engine.draft, "forward", counting)
     generate(llm, toys.prompts(1), SamplingParams(max_tokens=20, **GREEDY))
     assert len(passes) == 1  # behind the prefill, which others may share
     opted_out = SamplingParams(max_tokens=20, extra_args={"num_speculative_tokens": 0}, **GREEDY)

@@ -6,6 +6,7 @@ comes from the static buffers alone, for its batch has lost its host copies.
 
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from specpaged import LLM, SamplingParams
 from specpaged.engine.report import ModelReport
 from specpaged.modeling.cuda_graphs import Bucket, CudaGraphs
+from specpaged.modeling.forward_output import HiddenStatesRequest
 from specpaged.modeling.loading import load_model
 from specpaged.modeling.model_runner import ModelRunner
 from specpaged.modeling.ragged_batch import RaggedRow, pack
@@ -81,12 +83,12 @@ def test_what_no_graph_can_run_runs_eagerly(model, caplog):
     graphed.graphs = CudaGraphs(model, cache, MAX_MODEL_LEN, record=fail)
     batch = pack([RaggedRow([5, 6, 7], 0, [1], 1)], BLOCK_SIZE)
     for _ in range(2):
-        assert torch.equal(graphed.forward(batch), eager.forward(batch))
+        assert torch.equal(graphed.forward(batch).logits, eager.forward(batch).logits)
     assert [record.message.partition(":")[2] for record in caplog.records] == [
         " passes of up to 4 rows run eagerly: no room for a graph"
     ]
     many = pack([RaggedRow([1] * 513, 0, list(range(33)), 1)], BLOCK_SIZE)
-    assert graphed.graphs.run(many, None) is None
+    assert graphed.graphs.run(many) is None
     assert graphed.graphs.num_captured == 0
 
 
@@ -110,15 +112,14 @@ def test_a_replayed_pass_computes_what_an_eager_one_does(model, vocab_size):
             num_logits = num_tokens if step % 2 else rng.randint(0, 1)
             rows.append(RaggedRow(random_tokens(num_tokens, step), context_len, own, num_logits))
         batch = pack(rows, BLOCK_SIZE)
+        expected, got = (runner.forward(batch, argmax_of=vocab_size) for runner in (eager, graphed))
         if vocab_size is None:
-            expected, got = (runner.forward(batch) for runner in (eager, graphed))
-            assert torch.equal(got, expected)
+            assert torch.equal(got.logits, expected.logits)
         else:
-            expected, got = (runner.argmax(batch, vocab_size) for runner in (eager, graphed))
-            assert torch.equal(got.token_ids, expected.token_ids)
-            assert torch.equal(got.ok, expected.ok)
-            logits = eager.forward(batch)[:, :vocab_size]
-            assert torch.equal(got.token_ids, logits.argmax(dim=-1))
+            assert torch.equal(got.argmax.token_ids, expected.argmax.token_ids)
+            assert torch.equal(got.argmax.ok, expected.argmax.ok)
+            logits = eager.forward(batch).logits[:, :vocab_size]
+            assert torch.equal(got.argmax.token_ids, logits.argmax(dim=-1))
         for ours, theirs in zip(graphed.kv_cache.layers, eager.kv_cache.layers, strict=True):
             assert torch.equal(ours, theirs)
     assert 1 < kept.num_captured < kept.num_replayed
@@ -159,7 +160,7 @@ def make_runner(family: str, directory: Path) -> ModelRunner:
 
 
 def run_on_fakes(runner: ModelRunner) -> int:
-    """Both kinds of passes as they would be captured, on fake tensors; how many came to their end."""
+    """All kinds of passes as they would be captured, on fake tensors; how many came to their end."""
     ended = []
 
     def record(run):
@@ -172,9 +173,11 @@ def run_on_fakes(runner: ModelRunner) -> int:
     graphs = CudaGraphs(runner.model, runner.kv_cache, MAX_MODEL_LEN, record=record)
     rows = [RaggedRow([5, 6, 7], 4, [1], 1), RaggedRow([8], 17, [2, 3], 1)]
     with torch.inference_mode():
-        graphs.run(pack(rows, BLOCK_SIZE), None)
+        graphs.run(pack(rows, BLOCK_SIZE))
         if runner.model.has_argmax:
             graphs.run(pack(rows, BLOCK_SIZE), 100)
+        rows = [replace(row, num_hidden=1) for row in rows]
+        graphs.run(pack(rows, BLOCK_SIZE), hidden=HiddenStatesRequest(last=True, layer_inputs=(0, 1)))
     return len(ended)
 
 
@@ -182,7 +185,7 @@ def run_on_fakes(runner: ModelRunner) -> int:
 def test_nothing_in_a_pass_waits_for_the_device(family, tmp_path, monkeypatch):
     runner = make_runner(family, tmp_path)
     launch_nothing(monkeypatch)
-    assert run_on_fakes(runner) == 1 + runner.model.has_argmax
+    assert run_on_fakes(runner) == 2 + runner.model.has_argmax
 
 
 WAITS = {  # and what a fake tensor says to it

@@ -7,6 +7,7 @@ import torch
 
 from specpaged.drafting.base import DraftRow
 from specpaged.drafting.draft_steps import DraftSteps
+from specpaged.modeling.forward_output import DraftedTokens
 from specpaged.modeling.loading import load_model
 from specpaged.modeling.model_runner import ModelRunner
 from specpaged.modeling.ragged_batch import RaggedRow, pack
@@ -23,7 +24,7 @@ def model(request, toy_path):
     return load_model(toy_path(family), dtype=dtype, max_model_len=64, attention_backend="cpp")
 
 
-def proposal(model, in_one_call: bool, monkeypatch) -> tuple[list[list[int]], list[torch.Tensor]]:
+def proposal(model, in_one_call: bool, monkeypatch) -> tuple[list[DraftedTokens], list[torch.Tensor]]:
     """4, 1 and 2 drafts of three rows that have not been seen before: those of each step, and the KV."""
     runner = ModelRunner(model, PagedKVCache(model.kv_spec, 16, BLOCK_SIZE, model.dtype, "cpu"))
     for layer in runner.kv_cache.layers:
@@ -44,16 +45,54 @@ def proposal(model, in_one_call: bool, monkeypatch) -> tuple[list[list[int]], li
     found = runner.greedy_steps(batches, steps.kept, VOCAB_SIZE)
     assert len(calls) == (0 if in_one_call else len(steps))
     monkeypatch.undo()
-    return [tokens.tolist() for tokens in found], runner.kv_cache.layers
+    return found, runner.kv_cache.layers
 
 
 def test_one_call_finds_what_single_passes_find(model, monkeypatch):
     found, layers = proposal(model, True, monkeypatch)
     expected, expected_layers = proposal(model, False, monkeypatch)
-    assert [len(tokens) for tokens in found] == [3, 2, 1, 1]
-    assert found == expected
+    assert [len(step.token_ids) for step in found] == [3, 2, 1, 1]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours.token_ids, theirs.token_ids)
+        assert ours.logprobs.dtype == theirs.logprobs.dtype == torch.float32
+        torch.testing.assert_close(ours.logprobs, theirs.logprobs, rtol=0, atol=1e-5)
     for ours, theirs in zip(layers, expected_layers, strict=True):
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("in_one_call", [True, False])
+def test_log_probabilities_are_the_log_softmax_of_the_first_ids(model, in_one_call, monkeypatch):
+    logits = []
+    forward = ModelRunner.forward
+
+    def recording(self, batch):
+        output = forward(self, batch)
+        logits.append(output.logits)
+        return output
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelRunner, "forward", recording)
+        proposal(model, False, monkeypatch)
+    found, _ = proposal(model, in_one_call, monkeypatch)
+    for step, rows in zip(found, logits, strict=True):
+        logprobs = rows[:, :VOCAB_SIZE].log_softmax(dim=-1).max(dim=-1)
+        assert torch.equal(step.token_ids, logprobs.indices)
+        torch.testing.assert_close(step.logprobs, logprobs.values, rtol=0, atol=1e-5)
+        # Of all ids they would be others.
+        assert not torch.allclose(step.logprobs, rows.log_softmax(dim=-1).amax(dim=-1), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("in_one_call", [True, False])
+def test_the_log_probability_of_a_row_with_a_nan_is_nan(toy_path, in_one_call, monkeypatch):
+    model = load_model(toy_path("llama"), max_model_len=64, attention_backend="cpp")
+    with torch.no_grad():
+        model.decoder.decoder.embedding[5] = float("nan")
+    runner = ModelRunner(model, PagedKVCache(model.kv_spec, 16, BLOCK_SIZE, model.dtype, "cpu"))
+    if not in_one_call:
+        monkeypatch.setattr(model.decoder, "runs_greedy_steps", lambda num_rows: False)
+    rows = [RaggedRow([4, 6], 0, [1], 1), RaggedRow([4, 5], 0, [2], 1)]
+    (found,) = runner.greedy_steps([pack(rows, BLOCK_SIZE)], [None], VOCAB_SIZE)
+    assert found.logprobs.isnan().tolist() == [False, True]
 
 
 def test_logits_that_a_family_changes_are_found_one_by_one(toy_path):
@@ -64,20 +103,20 @@ def test_logits_that_a_family_changes_are_found_one_by_one(toy_path):
 
 def test_only_the_first_ids_are_found(model, monkeypatch):
     """An output layer may have rows beyond the vocabulary."""
-    most = {int(tokens) for step in proposal(model, True, monkeypatch)[0] for tokens in step}
+    most = {int(token_id) for step in proposal(model, True, monkeypatch)[0] for token_id in step.token_ids}
     monkeypatch.setitem(globals(), "VOCAB_SIZE", min(most) + 1)
     found, _ = proposal(model, True, monkeypatch)
-    assert max(max(step) for step in found) <= min(most)
+    assert max(int(step.token_ids.max()) for step in found) <= min(most)
 
 
 def test_rows_that_are_not_there_are_refused(model):
     runner = ModelRunner(model, PagedKVCache(model.kv_spec, 16, BLOCK_SIZE, model.dtype, "cpu"))
     first = pack([RaggedRow([5, 6], 0, [1], 1)], BLOCK_SIZE)
     second = dataclasses.replace(pack([RaggedRow([5], 2, [1], 1)], BLOCK_SIZE))
-    with pytest.raises(IndexError, match="kept leads outside"):
+    with pytest.raises(IndexError, match="source_idx leads outside"):
         runner.greedy_steps([first, second], [None, torch.tensor([1])], VOCAB_SIZE)
     two = pack([RaggedRow([5], 2, [1], 1), RaggedRow([5], 0, [2], 1)], BLOCK_SIZE)
-    with pytest.raises(IndexError, match="kept leads outside"):  # two rows for one token
+    with pytest.raises(IndexError, match="source_idx leads outside"):  # two rows for one token
         runner.greedy_steps([first, two], [None, None], VOCAB_SIZE)
     for vocab_size in (0, model.vocab_size + 1):
         with pytest.raises(IndexError, match="vocab_size leads outside"):

@@ -41,9 +41,9 @@ class Ranks:
 def logits(model):
     """A prefill, then a token more of each: [8, V]."""
     runner = ModelRunner(model, PagedKVCache(model.kv_spec, 4, 4, model.dtype, "cpu"))
-    first = runner.forward(pack(ROWS, 4))
+    first = runner.forward(pack(ROWS, 4)).logits
     then = [RaggedRow([4], 5, [1, 2], 1), RaggedRow([6], 3, [3], 1)]
-    return torch.cat([first, runner.forward(pack(then, 4))])
+    return torch.cat([first, runner.forward(pack(then, 4)).logits])
 
 
 def split_logits(path, size, **options):

@@ -7,6 +7,7 @@ import random
 import torch
 from torch import Tensor
 
+from specpaged.modeling.forward_output import ForwardOutput
 from specpaged.modeling.loading import LoadedModel
 from specpaged.modeling.model_runner import ModelRunner
 from specpaged.modeling.ragged_batch import RaggedRow, pack
@@ -43,19 +44,24 @@ class World:
 
     def run(self, *rows: tuple[str, list[int], int]) -> dict[str, Tensor]:
         """(name, token ids, number of logits) per sequence, in order; returns each one's logits [num_logits, V]."""
+        logits = self.forward(*rows).logits
+        return dict(zip([name for name, *_ in rows], logits.split([row[2] for row in rows]), strict=True))
+
+    def forward(self, *rows: tuple, **options: object) -> ForwardOutput:
+        """(name, token ids, number of logits, number of hidden states or nothing) per sequence, in one pass."""
         packed = []
-        for name, tokens, num_logits in rows:
+        for name, tokens, *wanted in rows:
             blocks = self.blocks.setdefault(name, [])
             context = self.context.setdefault(name, 0)
             while len(blocks) * self.block_size < context + len(tokens):
                 blocks.append(self.free.pop())
-            packed.append(RaggedRow(tokens, context, list(blocks), num_logits))
+            packed.append(RaggedRow(tokens, context, list(blocks), *wanted))
         if self.poison:
             self.cache.fill_unowned(self.owned_slots())
-        logits = self.runner.forward(pack(packed, self.block_size))
-        for name, tokens, _ in rows:
+        output = self.runner.forward(pack(packed, self.block_size), **options)
+        for name, tokens, *_ in rows:
             self.context[name] += len(tokens)
-        return dict(zip([name for name, *_ in rows], logits.split([count for *_, count in rows]), strict=True))
+        return output
 
 
 def random_tokens(count: int, seed: int, vocab: int = 128) -> list[int]:

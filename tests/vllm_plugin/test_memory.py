@@ -45,9 +45,9 @@ def config(**arguments):
 def test_the_largest_step_takes_both_models_through_all_tokens(pair, monkeypatch, arguments, num_tokens, num_logits):
     seen, forward = [], ModelRunner.forward
 
-    def counting(self, batch):
+    def counting(self, batch, **options):
         seen.append((self.model.kv_spec, batch.num_tokens, len(batch.logits_idx)))
-        return forward(self, batch)
+        return forward(self, batch, **options)
 
     monkeypatch.setattr(ModelRunner, "forward", counting)
     run_largest_step(pair, config(**arguments))

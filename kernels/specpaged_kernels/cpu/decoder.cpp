@@ -30,27 +30,59 @@ struct Decoder {
     const float* final_norm;
 };
 
+// Hidden states that are asked for: the residual stream of some rows, where it enters some layers and the final norm.
+struct HiddenStates {
+    const int64_t* rows;          // [num_rows] of the pass
+    int64_t num_rows;
+    const int64_t* layers;        // [num_layers]
+    int64_t num_layers;
+    void* layer_inputs;           // [num_layers, num_rows, H]
+    void* last;                   // [num_rows, H], or null: not asked for
+};
+
 template <typename T>
-std::vector<T> gather(const std::vector<T>& rows, const int64_t* idx, int64_t count, int64_t size) {
-    std::vector<T> taken(size_t(count * size));
-    for (int64_t i = 0; i < count; ++i)
-        std::memcpy(taken.data() + i * size, rows.data() + idx[i] * size, size * sizeof(T));
+void gather(const std::vector<T>& rows, const int64_t* idx, int64_t count, int64_t size, T* taken) {
+    for (int64_t i = 0; i < count; ++i) std::memcpy(taken + i * size, rows.data() + idx[i] * size, size * sizeof(T));
+}
+
+template <typename T>
+std::vector<T> gather(const std::vector<T>& rows, const std::vector<int64_t>& idx, int64_t size) {
+    std::vector<T> taken(idx.size() * size_t(size));
+    gather(rows, idx.data(), int64_t(idx.size()), size, taken.data());
     return taken;
+}
+
+// The places that idx [count] have in rows, which ascend and hold them all.
+inline std::vector<int64_t> places(const std::vector<int64_t>& rows, const int64_t* idx, int64_t count) {
+    std::vector<int64_t> found(idx, idx + count);
+    for (int64_t& row : found) row = std::lower_bound(rows.begin(), rows.end(), row) - rows.begin();
+    return found;
 }
 
 inline bool all_below(const int64_t* values, int64_t count, int64_t end) {
     return std::all_of(values, values + count, [end](int64_t value) { return value >= 0 && value < end; });
 }
 
-// pools: by layer [P * S, 2, Hkv, D].
+// pools: by layer [P * S, 2, Hkv, D]; hidden_states may be null.
 template <typename T>
 void forward(const Decoder& decoder, Pass pass, void* const* pools, const int64_t* token_ids,
-             const int64_t* positions, const int64_t* logits_idx, int64_t num_logits, T* logits) {
+             const int64_t* positions, const int64_t* logits_idx, int64_t num_logits, T* logits,
+             const HiddenStates* hidden_states) {
     const int64_t hidden = decoder.hidden_size, inner = decoder.intermediate_size, head_dim = decoder.head_dim;
     const int64_t q_size = decoder.num_heads * head_dim, qkv_size = q_size + 2 * decoder.num_kv_heads * head_dim;
     const int threads = pass.num_threads;
     int64_t num_rows = pass.num_rows;
-    const int64_t most_rows = std::max(num_rows, num_logits);
+    // The rows that the last layer runs for behind its attention: from there on, no row is another one's concern.
+    const bool all_rows = !logits_idx && num_logits == num_rows;
+    const bool wants_last = hidden_states && hidden_states->last;
+    std::vector<int64_t> output_rows(logits_idx, logits_idx + (all_rows ? 0 : num_logits));
+    if (wants_last && !all_rows) {
+        output_rows.insert(output_rows.end(), hidden_states->rows, hidden_states->rows + hidden_states->num_rows);
+        std::sort(output_rows.begin(), output_rows.end());
+        output_rows.erase(std::unique(output_rows.begin(), output_rows.end()), output_rows.end());
+    }
+    const int64_t num_outputs = all_rows ? num_rows : int64_t(output_rows.size());
+    const int64_t most_rows = std::max(num_rows, num_outputs);
     std::vector<T> x(size_t(num_rows * hidden)), normed(size_t(most_rows * hidden)), added(normed.size());
     std::vector<T> qkv(size_t(num_rows * qkv_size)), attended(size_t(num_rows * q_size));
     std::vector<T> gates(size_t(most_rows * 2 * inner)), through(size_t(most_rows * inner));
@@ -78,6 +110,10 @@ void forward(const Decoder& decoder, Pass pass, void* const* pools, const int64_
     for (int64_t layer_idx = 0; layer_idx < decoder.num_layers; ++layer_idx) {
         const Layer& layer = decoder.layers[layer_idx];
         add_and_norm(layer_idx ? added.data() : nullptr, layer.before_attention);
+        for (int64_t i = 0; hidden_states && i < hidden_states->num_layers; ++i)
+            if (hidden_states->layers[i] == layer_idx)
+                gather(x, hidden_states->rows, hidden_states->num_rows, hidden,
+                       (T*)hidden_states->layer_inputs + i * hidden_states->num_rows * hidden);
         apply(normed, layer.qkv, layer.qkv_bias, hidden, qkv_size, qkv.data());
         const int64_t half = layer.cosine ? layer.rope_half : 0;
         cosine.resize(size_t(num_rows * half));
@@ -93,11 +129,11 @@ void forward(const Decoder& decoder, Pass pass, void* const* pools, const int64_
         pass.window = int(layer.window);
         attend(pass, qkv.data(), qkv_size, head_dim, key, qkv_size, head_dim, value, qkv_size, head_dim,
                (T*)pools[layer_idx], attended.data());
-        if (layer_idx + 1 == decoder.num_layers && num_logits == 0) return;
-        if (layer_idx + 1 == decoder.num_layers && logits_idx) {  // from here on, no row is another one's concern
-            x = gather(x, logits_idx, num_logits, hidden);
-            attended = gather(attended, logits_idx, num_logits, q_size);
-            num_rows = num_logits;
+        if (layer_idx + 1 == decoder.num_layers && num_outputs == 0) return;
+        if (layer_idx + 1 == decoder.num_layers && !all_rows) {
+            x = gather(x, output_rows, hidden);
+            attended = gather(attended, output_rows, q_size);
+            num_rows = num_outputs;
         }
         apply(attended, layer.o, layer.o_bias, q_size, hidden, added.data());
         norm_added(layer.after_attention);
@@ -111,52 +147,84 @@ void forward(const Decoder& decoder, Pass pass, void* const* pools, const int64_
         norm_added(layer.after_mlp);
     }
     add_and_norm(added.data(), decoder.final_norm);
+    if (wants_last) {
+        const int64_t *rows = hidden_states->rows, count = hidden_states->num_rows;
+        T* last = (T*)hidden_states->last;
+        if (all_rows) {
+            gather(x, rows, count, hidden, last);
+        } else {
+            gather(x, places(output_rows, rows, count).data(), count, hidden, last);
+            normed = gather(normed, places(output_rows, logits_idx, num_logits), hidden);
+            num_rows = num_logits;
+            if (num_logits == 0) return;
+        }
+    }
     apply(normed, decoder.output, nullptr, hidden, decoder.vocab_size, logits);
 }
 
 struct Step {
     Pass call;
     const int64_t *positions, *logits_idx;  // [num_rows]; [num_logits], or null where that is all rows
-    const int64_t* kept;                    // [num_rows]: rows of what the step before has found; null: all
+    const int64_t* source_idx;              // [num_rows]: the logits of the step before that a row continues; null: row
     int64_t num_logits;
-    int64_t* found;                         // [num_logits]: the most likely token ids
+    int64_t* token_ids;                     // [num_logits]: found, the most likely ones
+    float* logprobs;                        // [num_logits]: found, their log-softmax
 };
 
 inline int outside(const Decoder& decoder, const Pass& pass, const int64_t* token_ids, const int64_t* positions,
-                   const int64_t* logits_idx, int64_t num_logits) {
+                   const int64_t* logits_idx, int64_t num_logits, const HiddenStates* hidden_states) {
     if (!all_below(token_ids, pass.num_rows, decoder.vocab_size)) return 1;
     if (!all_below(positions, pass.num_rows, decoder.num_positions)) return 2;
     if (logits_idx && !all_below(logits_idx, num_logits, pass.num_rows)) return 3;
+    if (!hidden_states) return 0;
+    if (!all_below(hidden_states->rows, hidden_states->num_rows, pass.num_rows)) return 6;
+    if (!all_below(hidden_states->layers, hidden_states->num_layers, decoder.num_layers)) return 7;
     return 0;
 }
 
-// Each step runs what the step before has found; the first one runs token_ids.
+// The log-softmax of the largest of logits [size].
+template <typename T>
+float largest_logprob(const T* logits, int64_t size, float largest) {
+    Floats sums = {};
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES) sums += exp(load(logits + i) - splat(largest));
+    float total = sum(sums);
+    for (; i < size; ++i) total += exp(to_float(logits[i]) - largest);
+    return -std::log(total);
+}
+
+// Each step runs the most likely tokens of the step before; the first one runs token_ids.
 template <typename T>
 int greedy_steps(const Decoder& decoder, const Step* steps, int64_t num_steps, void* const* pools,
                  const int64_t* token_ids, int64_t num_ids) {
     if (num_ids < 1 || num_ids > decoder.vocab_size) return 5;
-    std::vector<int64_t> taken;
+    std::vector<int64_t> continued;
     std::vector<T> logits;
     for (int64_t s = 0; s < num_steps; ++s) {
         const Step& step = steps[s];
         if (s) {
-            const int64_t *found = steps[s - 1].found, num_found = steps[s - 1].num_logits;
-            if (step.kept ? !all_below(step.kept, step.call.num_rows, num_found) : step.call.num_rows != num_found)
+            const Step& before = steps[s - 1];
+            const int64_t num_rows = step.call.num_rows, *source_idx = step.source_idx;
+            if (source_idx ? !all_below(source_idx, num_rows, before.num_logits) : num_rows != before.num_logits)
                 return 4;
-            taken.resize(size_t(step.call.num_rows));
-            for (size_t row = 0; row < taken.size(); ++row) taken[row] = found[step.kept ? step.kept[row] : row];
-            token_ids = taken.data();
+            continued.resize(size_t(num_rows));
+            for (int64_t row = 0; row < num_rows; ++row)
+                continued[size_t(row)] = before.token_ids[source_idx ? source_idx[row] : row];
+            token_ids = continued.data();
         }
-        const int problem = outside(decoder, step.call, token_ids, step.positions, step.logits_idx, step.num_logits);
+        const int problem =
+            outside(decoder, step.call, token_ids, step.positions, step.logits_idx, step.num_logits, nullptr);
         if (problem) return problem;
         logits.resize(size_t(step.num_logits * decoder.vocab_size));
-        forward(decoder, step.call, pools, token_ids, step.positions, step.logits_idx, step.num_logits, logits.data());
+        forward(decoder, step.call, pools, token_ids, step.positions, step.logits_idx, step.num_logits, logits.data(),
+                nullptr);
         for (int64_t row = 0; row < step.num_logits; ++row) {
             const T* values = logits.data() + row * decoder.vocab_size;
             int64_t best = 0;
             for (int64_t id = 1; id < num_ids; ++id)
                 if (to_float(values[id]) > to_float(values[best])) best = id;
-            step.found[row] = best;
+            step.token_ids[row] = best;
+            step.logprobs[row] = largest_logprob(values, num_ids, to_float(values[best]));
         }
     }
     return 0;
@@ -164,17 +232,18 @@ int greedy_steps(const Decoder& decoder, const Step* steps, int64_t num_steps, v
 
 }  // namespace
 
-// token_ids and positions [num_rows]; logits_idx [num_logits], or null where that is all rows; logits [num_logits, V].
-// Returns 0, or which index leads outside of its table: 1 a token id, 2 a position, 3 an entry of logits_idx, 4 of kept,
-// 5 the number of ids to choose from.
+// token_ids and positions [num_rows]; logits_idx [num_logits], or null where that is all rows; logits [num_logits, V];
+// hidden_states may be null. Returns 0, or which index leads outside of its table: 1 a token id, 2 a position, 3 an entry
+// of logits_idx, 4 of source_idx, 5 the number of ids to choose from, 6 a row or 7 a layer of the hidden states.
 #undef DEFINE
 #define DEFINE(SUFFIX, TYPE)                                                                                          \
     extern "C" int decoder_##SUFFIX(const Decoder* decoder, const Pass* pass, void* const* pools,                     \
                                     const int64_t* token_ids, const int64_t* positions, const int64_t* logits_idx,    \
-                                    int64_t num_logits, void* logits) {                                               \
-        const int problem = outside(*decoder, *pass, token_ids, positions, logits_idx, num_logits);                   \
-        if (!problem) forward(*decoder, *pass, pools, token_ids, positions, logits_idx, num_logits, (TYPE*)logits);   \
-        return problem;                                                                                               \
+                                    int64_t num_logits, void* logits, const HiddenStates* hidden_states) {            \
+        const int problem = outside(*decoder, *pass, token_ids, positions, logits_idx, num_logits, hidden_states);    \
+        if (problem) return problem;                                                                                  \
+        forward(*decoder, *pass, pools, token_ids, positions, logits_idx, num_logits, (TYPE*)logits, hidden_states);  \
+        return 0;                                                                                                     \
     }                                                                                                                 \
     extern "C" int greedy_steps_##SUFFIX(const Decoder* decoder, const Step* steps, int64_t num_steps,                \
                                          void* const* pools, const int64_t* token_ids, int64_t num_ids) {             \

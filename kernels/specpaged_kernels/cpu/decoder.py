@@ -43,14 +43,27 @@ class Decoder(ctypes.Structure):
     ]  # fmt: skip
 
 
+class HiddenStates(ctypes.Structure):
+    """The struct of the same name in the C++ file."""
+
+    _fields_ = [
+        ("rows", ctypes.c_void_p),
+        ("num_rows", ctypes.c_int64),
+        ("layers", ctypes.c_void_p),
+        ("num_layers", ctypes.c_int64),
+        ("layer_inputs", ctypes.c_void_p),
+        ("last", ctypes.c_void_p),
+    ]
+
+
 class Step(ctypes.Structure):
     """The struct of the same name in the C++ file."""
 
     _fields_ = [
         ("call", Pass),
-        *((name, ctypes.c_void_p) for name in ("positions", "logits_idx", "kept")),
+        *((name, ctypes.c_void_p) for name in ("positions", "logits_idx", "source_idx")),
         ("num_logits", ctypes.c_int64),
-        ("found", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("token_ids", "logprobs")),
     ]
 
 
@@ -58,18 +71,20 @@ OUTSIDE = {
     1: "token_ids",
     2: "positions",
     3: "logits_idx",
-    4: "kept",
+    4: "source_idx",
     5: "vocab_size",
+    6: "hidden_idx",
+    7: "layer_inputs",
 }  # what a result other than 0 says
 
 
 @functools.cache
 def functions() -> dict:
     """A pass, in each dtype. Raises BuildError."""
-    return library_functions("decoder", [POINTER] * 6 + [SIZE, POINTER], INT)
+    return library_functions("decoder", [POINTER] * 6 + [SIZE, POINTER, POINTER], INT)
 
 
 @functools.cache
 def greedy_functions() -> dict:
-    """Passes of which each runs what the one before has found, in each dtype. Raises BuildError."""
+    """Passes of which each runs the most likely tokens of the one before, in each dtype. Raises BuildError."""
     return library_functions("greedy_steps", [POINTER, POINTER, SIZE, POINTER, POINTER, SIZE], INT)

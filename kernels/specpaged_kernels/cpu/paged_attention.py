@@ -13,7 +13,7 @@ from specpaged_kernels.cpu.library import POINTER, SIZE, functions
 
 
 class Pass(ctypes.Structure):
-    """What is one for all layers of one geometry; the struct of the same name in the C++ file."""
+    """The arguments that layers of one geometry share; the struct of the same name in the C++ file."""
 
     _fields_ = [
         *((name, ctypes.c_int) for name in (
@@ -49,7 +49,7 @@ def make_pass(
     sinks: Tensor | None = None,
     block_stride: int | None = None,
 ) -> Pass:
-    """See `paged_attention`; the tensors must outlive the struct."""
+    """The struct of these arguments of `paged_attention`; the tensors must outlive it."""
     return Pass(
         context_lens.shape[0], slot_mapping.shape[0], num_rows, block_size, num_heads, num_kv_heads, head_dim,
         torch.get_num_threads(), page_table.stride(0), block_stride or block_size,

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import Tensor
+from typing_extensions import override
 
+from specpaged.modeling.attention.base import PagedPass
 from specpaged.modeling.ragged_batch import RaggedBatch
 from specpaged_kernels.cpu.paged_attention import paged_attention
 
 
-class CppPass:
-    """See PagedPass. Bitwise exact by construction: a row's operations follow from its position alone."""
+class CppPass(PagedPass):
+    """A PagedPass in our C++ kernel. Bitwise exact: a row's operations follow from its position alone."""
 
     gathered_bytes = 0
 
@@ -19,6 +21,7 @@ class CppPass:
         self.batch = batch
         self.kv_layers = kv_layers
 
+    @override
     def attend(
         self,
         layer_idx: int,
@@ -30,7 +33,6 @@ class CppPass:
         softcap: float | None = None,
         sinks: Tensor | None = None,  # [Hq]
     ) -> Tensor:
-        """See PagedPass.attend."""
         batch = self.batch
         return paged_attention(
             query,

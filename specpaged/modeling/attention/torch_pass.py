@@ -8,7 +8,9 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
+from specpaged.modeling.attention.base import PagedPass
 from specpaged.modeling.attention.folded import attend_chunked, attend_sdpa
 from specpaged.modeling.numerics import AttentionScheme
 from specpaged.modeling.ragged_batch import RaggedBatch
@@ -70,8 +72,8 @@ class _Group:
     outputs: dict[tuple[int, int, int], Tensor] = field(default_factory=dict)  # where tokens are not consecutive
 
 
-class TorchPass:
-    """See PagedPass. Sequences with as many query tokens and KV of about one length are attended to in one call."""
+class TorchPass(PagedPass):
+    """A PagedPass in torch. Sequences with as many query tokens and KV of about one length share a call."""
 
     def __init__(
         self,
@@ -204,6 +206,7 @@ class TorchPass:
             piece.workspaces[geometry] = workspace
         return workspace
 
+    @override
     def attend(
         self,
         layer_idx: int,
@@ -215,7 +218,6 @@ class TorchPass:
         softcap: float | None = None,
         sinks: Tensor | None = None,  # [Hq]
     ) -> Tensor:
-        """See PagedPass.attend."""
         pool = self.kv_layers[layer_idx]
         num_heads, head_dim = query.shape[1:]
         num_kv_heads = key.shape[1]

@@ -6,14 +6,16 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
+from specpaged.modeling.attention.base import PagedPass
 from specpaged.modeling.ragged_batch import RaggedBatch, upload
 from specpaged_kernels.paged_attention import WorkList, choose_tiles, paged_attention, work_list_ref
 from specpaged_kernels.store_kv import store_kv
 
 
-class TritonPass:
-    """See PagedPass. Bitwise exact by construction: tiles and splits follow from the layer's geometry and dtype."""
+class TritonPass(PagedPass):
+    """A PagedPass in our Triton kernel. Bitwise exact: tiles and splits follow from a layer's geometry and dtype."""
 
     gathered_bytes = 0
 
@@ -33,6 +35,7 @@ class TritonPass:
             self._work_lists[tokens, split_len] = work_list
         return work_list
 
+    @override
     def attend(
         self,
         layer_idx: int,
@@ -44,7 +47,6 @@ class TritonPass:
         softcap: float | None = None,
         sinks: Tensor | None = None,  # [Hq]
     ) -> Tensor:
-        """See PagedPass.attend."""
         batch, pool = self.batch, self.kv_layers[layer_idx]
         num_heads, head_dim = query.shape[1:]
         group = num_heads // key.shape[1]
@@ -86,6 +88,7 @@ class StaticPass(TritonPass):
         static.item_seq[: len(item_seq)].copy_(item_seq)
         static.cu_items.copy_(cu_items)
 
+    @override
     def _work_list(self, tokens: int, split_len: int) -> WorkList:
         return self._static
 

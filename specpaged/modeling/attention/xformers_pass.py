@@ -8,7 +8,9 @@ from collections.abc import Iterable, Sequence
 import torch
 import triton.language as tl
 from torch import Tensor
+from typing_extensions import override
 
+from specpaged.modeling.attention.base import PagedPass
 from specpaged.modeling.attention.torch_pass import TorchPass, store
 from specpaged.modeling.numerics import AttentionScheme
 from specpaged.modeling.ragged_batch import RaggedBatch
@@ -43,8 +45,8 @@ def why_not(
     return None
 
 
-class XformersPass:
-    """See PagedPass. Ragged passes, and layers with windows, soft-capping or sinks, are torch's."""
+class XformersPass(PagedPass):
+    """A PagedPass in xformers' kernel. Ragged passes, and layers with windows, soft-capping or sinks, are torch's."""
 
     def __init__(
         self,
@@ -64,9 +66,10 @@ class XformersPass:
 
     @property
     def gathered_bytes(self) -> int:
-        """Of the layers that torch ran."""
+        """The bytes of KV that layers which torch ran have copied to be read."""
         return self._torch_pass.gathered_bytes if self._torch_pass else 0
 
+    @override
     def attend(
         self,
         layer_idx: int,
@@ -78,7 +81,6 @@ class XformersPass:
         softcap: float | None = None,
         sinks: Tensor | None = None,  # [Hq]
     ) -> Tensor:
-        """See PagedPass.attend."""
         if not self.uniform or not (window is softcap is sinks is None):
             if self._torch_pass is None:
                 self._torch_pass = TorchPass(*self._arguments)

@@ -79,7 +79,7 @@ class FlatConfig:
 
     @property
     def geometry(self) -> LayerGeometry:
-        """What every layer hands to attention."""
+        """The heads that every layer hands to attention."""
         return LayerGeometry(self.num_heads, self.num_kv_heads, self.head_dim)
 
 

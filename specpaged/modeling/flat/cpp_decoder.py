@@ -1,4 +1,4 @@
-"""The flat decoder in one call, where all of its parts are our C++ kernels."""
+"""The flat decoder in one call, where all of its operations are our C++ kernels."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from specpaged.modeling.attention.base import PagedPass
 from specpaged.modeling.attention.cpp_pass import CppPass
 from specpaged.modeling.flat.config import FlatConfig
 from specpaged.modeling.flat.decoder import FlatDecoder
-from specpaged.modeling.flat.parts import CppGate
+from specpaged.modeling.flat.row_wise import CppGate
+from specpaged.modeling.forward_output import DraftedTokens, ForwardOutput, ForwardRequest, HiddenStates
 from specpaged.modeling.linear import CPP_ROWS, CppKernel, FastLinear, RowExactLinear
 from specpaged.modeling.ragged_batch import RaggedBatch
 from specpaged_kernels.cpu import decoder as kernel
@@ -20,7 +22,7 @@ from specpaged_kernels.cpu.paged_attention import Pass, make_pass
 
 
 class CppDecoder(nn.Module):
-    """See Source: what `decoder` computes, bit for bit, without the calls between its parts.
+    """A Decoder (see `source`) that computes what `decoder` does, bit for bit, in one call.
 
     A fast decoder that has stock kernels for many rows runs those itself.
     """
@@ -55,22 +57,37 @@ class CppDecoder(nn.Module):
             decoder.final_norm.weight.data_ptr(),
         )  # fmt: skip
 
-    def forward(self, token_ids: Tensor, positions: Tensor, paged_pass: PagedPass, logits_idx: Tensor | None) -> Tensor:
-        """token_ids and positions [N] int64, logits_idx [M] int64 (None: all rows) -> [M, V]"""
-        num_rows = len(token_ids)
+    @override
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, paged_pass: PagedPass, request: ForwardRequest
+    ) -> ForwardOutput:
+        num_rows, logits_idx = len(token_ids), request.logits_idx
         if not isinstance(paged_pass, CppPass) or (self.most_rows is not None and num_rows > self.most_rows):
-            return self.decoder(token_ids, positions, paged_pass, logits_idx)
+            return self.decoder(token_ids, positions, paged_pass, request)
         pools = self._pools(paged_pass.kv_layers)
         call = self._call(paged_pass.batch, num_rows)
         num_logits = num_rows if logits_idx is None else len(logits_idx)
         logits = torch.empty(num_logits, self.config.vocab_size, dtype=self.decoder.embedding.dtype)
+        struct, hidden_states = None, None
+        if request.hidden is not None:
+            hidden_idx = torch.arange(num_rows) if request.hidden_idx is None else request.hidden_idx
+            layers = torch.tensor(request.hidden.layer_inputs, dtype=torch.int64)
+            shape = (len(hidden_idx), self.config.hidden_size)
+            layer_inputs = logits.new_empty(len(layers), *shape)
+            last = logits.new_empty(shape) if request.hidden.last else None
+            hidden_states = HiddenStates(last, layer_inputs.unbind())
+            struct = kernel.HiddenStates(
+                hidden_idx.data_ptr(), len(hidden_idx), layers.data_ptr(), len(layers),
+                layer_inputs.data_ptr(), None if last is None else last.data_ptr(),
+            )  # fmt: skip
         outside = self._function(
             ctypes.addressof(self._struct), ctypes.addressof(call), ctypes.addressof(pools),
             token_ids.data_ptr(), positions.data_ptr(),
             None if logits_idx is None else logits_idx.data_ptr(), num_logits, logits.data_ptr(),
+            None if struct is None else ctypes.addressof(struct),
         )  # fmt: skip
         _check(outside)
-        return self.decoder.finished(logits)
+        return ForwardOutput(self.decoder.finished(logits), None, hidden_states)
 
     def runs_greedy_steps(self, num_rows: int) -> bool:
         """Whether passes of up to num_rows rows can be made in one call by `greedy_steps`."""
@@ -79,28 +96,30 @@ class CppDecoder(nn.Module):
     def greedy_steps(
         self,
         batches: Sequence[RaggedBatch],
-        kept: Sequence[Tensor | None],
+        source_idx: Sequence[Tensor | None],
         kv_layers: Sequence[Tensor],
         vocab_size: int,
-    ) -> list[Tensor]:
-        """See ModelRunner.greedy_steps."""
-        found = torch.empty(sum(len(batch.logits_idx) for batch in batches), dtype=torch.int64)
-        parts = found.split_with_sizes([len(batch.logits_idx) for batch in batches])
+    ) -> list[DraftedTokens]:
+        """What ModelRunner.greedy_steps says, on the layers' pools [P * S, 2, Hkv, D]."""
+        sizes = [len(batch.logits_idx) for batch in batches]
+        token_ids = torch.empty(sum(sizes), dtype=torch.int64).split_with_sizes(sizes)
+        logprobs = torch.empty(sum(sizes), dtype=torch.float32).split_with_sizes(sizes)
+        drafted = [DraftedTokens(*tensors) for tensors in zip(token_ids, logprobs, strict=True)]
         steps = (kernel.Step * len(batches))()
-        for step, batch, rows, part in zip(steps, batches, kept, parts, strict=True):
+        for step, batch, rows, found in zip(steps, batches, source_idx, drafted, strict=True):
             step.call = self._call(batch, len(batch.positions))  # a batch has no tokens of its own but for the first
             step.positions = batch.positions.data_ptr()
             step.logits_idx = batch.logits_idx.data_ptr()
-            step.kept = None if rows is None else rows.data_ptr()
-            step.num_logits = len(part)
-            step.found = part.data_ptr()
+            step.source_idx = None if rows is None else rows.data_ptr()
+            step.num_logits = len(batch.logits_idx)
+            step.token_ids, step.logprobs = found.token_ids.data_ptr(), found.logprobs.data_ptr()
         pools = self._pools(kv_layers)
         outside = self._greedy_function(
             ctypes.addressof(self._struct), ctypes.addressof(steps), len(steps), ctypes.addressof(pools),
             batches[0].token_ids.data_ptr(), vocab_size,
         )  # fmt: skip
         _check(outside)
-        return list(parts)
+        return drafted
 
     def _pools(self, kv_layers: Sequence[Tensor]) -> ctypes.Array:
         return (ctypes.c_void_p * len(self._layers))(*(pool.data_ptr() for pool in kv_layers))
@@ -128,8 +147,8 @@ def cpp_operands(linear: nn.Module) -> tuple[Tensor, Tensor | None] | None:
     return None
 
 
-def all_parts_are_cpp(decoder: FlatDecoder) -> bool:
-    """Whether CppDecoder can stand for it."""
+def is_all_cpp(decoder: FlatDecoder) -> bool:
+    """Whether all operations of the decoder are our C++ kernels, so that CppDecoder can stand for it."""
     linears = [decoder.output]
     for layer in decoder.layers:
         linears += (layer.qkv, layer.o, layer.gate_up, layer.down)

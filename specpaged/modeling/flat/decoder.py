@@ -9,10 +9,12 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import override
 
 from specpaged.modeling.attention.base import PagedPass
 from specpaged.modeling.flat.config import FlatConfig
-from specpaged.modeling.flat.parts import Rotations
+from specpaged.modeling.flat.row_wise import Rotations
+from specpaged.modeling.forward_output import Argmax, ForwardOutput, ForwardRequest
 
 
 class FlatLayer(nn.Module):
@@ -39,19 +41,18 @@ class FlatLayer(nn.Module):
 
     def forward(
         self,
-        x: Tensor,  # [N, H]
-        added: Tensor | None,  # [N, H]: what the layer before adds to x
+        x: Tensor,  # [N, H]: the residual stream that enters the layer (may be overwritten)
+        normed: Tensor,  # [N, H]: the same behind norm_before_attention
         rotations: Rotations,
         paged_pass: PagedPass,
-        kept_rows: Tensor | None,  # [M] int64: rows wanted of the last layer; None: all
+        output_idx: Tensor | None,  # [U] int64: the only rows that are wanted of the last layer; None: all
     ) -> tuple[Tensor, Tensor]:
-        """x and what this layer adds to it, [N or M, H] each."""
-        x, normed = self.norm_before_attention.add(x, added)
+        """The residual stream behind attention, and what the MLP adds to it, [N or U, H] each."""
         query, key, value = self.heads(self.qkv(normed), rotations)
         attended = paged_pass.attend(self.layer_idx, query, key, value, self.scaling, self.window, self.softcap)
         attended = attended.reshape(len(x), -1)
-        if kept_rows is not None:
-            x, attended = x.index_select(0, kept_rows), attended.index_select(0, kept_rows)
+        if output_idx is not None:
+            x, attended = x.index_select(0, output_idx), attended.index_select(0, output_idx)
         added = self.o(attended)
         if self.norm_after_attention is not None:
             added = self.norm_after_attention(added)
@@ -63,7 +64,7 @@ class FlatLayer(nn.Module):
 
 
 class FlatDecoder(nn.Module):
-    """See Source: packed rows in, logits out."""
+    """A Decoder (see `source`) whose layers' parts are called one by one."""
 
     def __init__(
         self,
@@ -91,33 +92,10 @@ class FlatDecoder(nn.Module):
         self.logits_divisor = config.logits_divisor
         self.final_softcap = config.final_softcap
 
-    def forward(self, token_ids: Tensor, positions: Tensor, paged_pass: PagedPass, logits_idx: Tensor | None) -> Tensor:
-        """token_ids and positions [N] int64, logits_idx [M] int64 (None: all rows) -> [M, V]"""
-        return self.finished(self.output(self._normed(token_ids, positions, paged_pass, logits_idx)))
-
-    @property
-    def keeps_order(self) -> bool:
-        """Whether the output layer's logits are the final ones: what some families do to them may make ties."""
-        return self.logits_divisor == 1.0 and self.final_softcap is None
-
-    @property
-    def has_argmax(self) -> bool:
-        """Whether the output layer's own argmax is that of the logits."""
-        return self.keeps_order and getattr(self.output, "has_argmax", False)
-
-    def argmax(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        paged_pass: PagedPass,
-        logits_idx: Tensor | None,
-        vocab_size: int,
-    ) -> tuple[Tensor, Tensor]:
-        """The most likely of the first vocab_size ids [M] int64, and whether the row has one [M] bool; no logits."""
-        return self.output.argmax(self._normed(token_ids, positions, paged_pass, logits_idx), vocab_size)
-
-    def _normed(self, token_ids: Tensor, positions: Tensor, paged_pass: PagedPass, logits_idx: Tensor | None) -> Tensor:
-        """What the output layer reads: [M, H]."""
+    @override
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, paged_pass: PagedPass, request: ForwardRequest
+    ) -> ForwardOutput:
         x = F.embedding(token_ids, self.embedding)
         if self.embedding_multiplier != 1.0:
             x = x * self.embedding_multiplier
@@ -126,13 +104,39 @@ class FlatDecoder(nn.Module):
             for rope in self.ropes
         }
         added = None
-        last = len(self.layers) - 1
+        layer_inputs: dict[int, Tensor] = {}
+        last_layer_idx = len(self.layers) - 1
         for layer_idx, layer in enumerate(self.layers):
-            x, added = layer(x, added, rotations, paged_pass, logits_idx if layer_idx == last else None)
-        return self.final_norm.add(x, added)[1]
+            x, normed = layer.norm_before_attention.add(x, added)
+            if request.wants_input_of(layer_idx):  # a copy, as the layer may overwrite x
+                layer_inputs[layer_idx] = (
+                    x.clone() if request.hidden_idx is None else x.index_select(0, request.hidden_idx)
+                )
+            output_idx = request.output_idx if layer_idx == last_layer_idx else None
+            x, added = layer(x, normed, rotations, paged_pass, output_idx)
+        x, normed = self.final_norm.add(x, added)
+        last = request.output_rows(x, request.hidden_idx) if request.wants_last else None
+        hidden_states = request.hidden_states(last, layer_inputs)
+        normed = request.output_rows(normed, request.logits_idx)
+        if request.argmax_of is not None:
+            return ForwardOutput(None, Argmax(*self.output.argmax(normed, request.argmax_of)), hidden_states)
+        return ForwardOutput(self.finished(self.output(normed)), None, hidden_states)
+
+    @property
+    def keeps_order(self) -> bool:
+        """Whether the most likely token can be seen in the output layer's logits.
+
+        What some families do to these may make ties, which then go to the lowest id.
+        """
+        return self.logits_divisor == 1.0 and self.final_softcap is None
+
+    @property
+    def has_argmax(self) -> bool:
+        """Whether requests may ask for an argmax: the output layer has one of its own, and it is the logits' argmax."""
+        return self.keeps_order and getattr(self.output, "has_argmax", False)
 
     def finished(self, logits: Tensor) -> Tensor:
-        """[M, V]: what a family does to the output layer's logits."""
+        """The logits [M, V] of a family, made of its output layer's [M, V]."""
         if self.logits_divisor != 1.0:
             logits = logits / self.logits_divisor
         if self.final_softcap is not None:

@@ -10,6 +10,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
+from typing_extensions import override
 
 from specpaged.modeling.checkpoint import first_line
 from specpaged.modeling.exact import ExactLinears
@@ -17,20 +18,21 @@ from specpaged.modeling.families import LayerGeometry
 from specpaged.modeling.flat import config as families
 from specpaged.modeling.flat import weights
 from specpaged.modeling.flat.config import ROPE, FlatConfig, flat_config, rotary_frequencies
-from specpaged.modeling.flat.cpp_decoder import CppDecoder, all_parts_are_cpp
+from specpaged.modeling.flat.cpp_decoder import CppDecoder, is_all_cpp
 from specpaged.modeling.flat.decoder import FlatDecoder, FlatLayer
-from specpaged.modeling.flat.parts import Parts
+from specpaged.modeling.flat.row_wise import RowWiseOps
 from specpaged.modeling.flat.weights import Checkpoint, expected_shapes, layer_shapes
 from specpaged.modeling.linear import FastLinear
 from specpaged.modeling.shard import GatheredLinear, Shard
+from specpaged.modeling.source import Source
 
 QKV, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 
 MakeLinear = Callable[[Tensor, Tensor | None], nn.Module]
 
 
-class FlatSource:
-    """See Source. `FlatSource.open` says why where it does not apply.
+class FlatSource(Source):
+    """The checkpoint of a flat decoder. `FlatSource.open` says why where there is none.
 
     Layers are read one by one and kept in the form in which they compute: of a checkpoint nothing else is held than the
     embedding, which stays mapped where it has the dtype that is wanted.
@@ -95,26 +97,26 @@ class FlatSource:
                 return f"its RoPE turns {rotated} of a head's {ours.head_dim} dimensions"
         return cls(ours, checkpoint, frequencies, max_model_len, dtype, device, shard)
 
+    @override
     def exact(self, linears: ExactLinears) -> tuple[nn.Module, set[int]]:
-        """See Source.exact."""
-        parts = Parts(self.config, linears.backend, in_pieces=linears.num_threads > 2)
+        ops = RowWiseOps(self.config, linears.backend, splits_activation=linears.num_threads > 2)
         inner_sizes = set()
-        if parts.torch_gates:
+        if ops.torch_gates:
             inner_sizes.add(self.config.intermediate_size)
         if self.config.final_softcap is not None:
             inner_sizes.add(self.vocab_size)
         if linears.backend == "torch":
             linears.want_rows(2)
-        return self._decoder(linears.make, parts), inner_sizes
+        return self._decoder(linears.make, ops), inner_sizes
 
+    @override
     def fast(self, backend: str) -> nn.Module:
-        """See Source.fast."""
         make_linear = partial(FastLinear, backend=backend)
-        return self._decoder(make_linear, Parts(self.config, backend, in_pieces=False))
+        return self._decoder(make_linear, RowWiseOps(self.config, backend, splits_activation=False))
 
-    def _decoder(self, make_linear: MakeLinear, parts: Parts) -> nn.Module:
+    def _decoder(self, make_linear: MakeLinear, ops: RowWiseOps) -> nn.Module:
         config = self.config
-        layers = [self._layer(layer_idx, make_linear, parts) for layer_idx in range(len(config.layers))]
+        layers = [self._layer(layer_idx, make_linear, ops) for layer_idx in range(len(config.layers))]
         ends = self._read(weights.EMBEDDING, weights.FINAL_NORM, *([] if config.tied else [weights.OUTPUT]))
         embedding = ends[weights.EMBEDDING]
         output = make_linear(ends.get(weights.OUTPUT, embedding), None)
@@ -123,14 +125,14 @@ class FlatSource:
         for rope, (inverse, factor) in self.frequencies.items():
             angles = positions * inverse.to(self.device)
             rotations[rope] = (angles.cos() * factor, angles.sin() * factor)
-        final_norm = parts.norm(ends[weights.FINAL_NORM])
+        final_norm = ops.norm(ends[weights.FINAL_NORM])
         decoder = FlatDecoder(config, embedding, layers, final_norm, output, rotations).eval().requires_grad_(False)
-        return CppDecoder(config, decoder) if self.shard is None and all_parts_are_cpp(decoder) else decoder
+        return CppDecoder(config, decoder) if self.shard is None and is_all_cpp(decoder) else decoder
 
     def _read(self, *names: str) -> dict[str, Tensor]:
         return {name: tensor.to(self.device, self.dtype) for name, tensor in self.checkpoint.read(names).items()}
 
-    def _layer(self, layer_idx: int, make_linear: MakeLinear, parts: Parts) -> FlatLayer:
+    def _layer(self, layer_idx: int, make_linear: MakeLinear, ops: RowWiseOps) -> FlatLayer:
         config = self.config
         prefix = f"model.layers.{layer_idx}."
         tensors = self._read(*layer_shapes(self.whole, layer_idx))
@@ -156,19 +158,17 @@ class FlatSource:
         if self.shard is not None:
             linears |= {name: GatheredLinear(linears[name], self.shard) for name in ("o", "down")}
         norms = {
-            place: parts.norm(tensors[f"{name}.weight"])
-            for place, name in vars(config.norms).items()
-            if name is not None
+            place: ops.norm(tensors[f"{name}.weight"]) for place, name in vars(config.norms).items() if name is not None
         }
         head_weight = None
         if config.qk_norm:
             query, key = (tensors[f"self_attn.{name}.weight"].float() for name in ("q_norm", "k_norm"))
             head_weight = torch.cat([query.expand(config.num_heads, -1), key.expand(config.num_kv_heads, -1)])
             head_weight = head_weight + config.norm_offset
-        return FlatLayer(config, layer_idx, linears, norms, parts.heads(layer_idx, head_weight), parts.gate())
+        return FlatLayer(config, layer_idx, linears, norms, ops.heads(layer_idx, head_weight), ops.gate())
 
     def _shard(self, tensors: dict[str, Tensor]) -> None:
-        """Keep of every matrix and bias of a layer this rank's outputs."""
+        """Replaces every matrix and bias of a layer by this rank's share of its outputs."""
         whole = self.whole
         query, key = whole.num_heads * whole.head_dim, whole.num_kv_heads * whole.head_dim
         fused = {"self_attn.qkv_proj": (query, key, key), "mlp.gate_up_proj": (whole.intermediate_size,) * 2}

@@ -47,11 +47,11 @@ class Checkpoint:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the embedding, as a whole checkpoint's."""
+        """The embedding's dtype, which stands for the checkpoint's."""
         return self.dtypes[EMBEDDING]
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """The tensors of these names."""
+        """The tensors that have these names, by name."""
         by_file: dict[Path, list[str]] = {}
         for name in names:
             by_file.setdefault(self._files[name], []).append(name)
@@ -63,7 +63,7 @@ class Checkpoint:
 
 
 def layer_shapes(config: FlatConfig, layer_idx: int) -> dict[str, tuple[int, ...]]:
-    """Names in a layer's part of a checkpoint, and shapes."""
+    """The names and shapes of the tensors that a checkpoint has for a layer."""
     hidden, inner = config.hidden_size, config.intermediate_size
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     if config.fused_qkv:
@@ -94,7 +94,7 @@ def layer_shapes(config: FlatConfig, layer_idx: int) -> dict[str, tuple[int, ...
 
 
 def expected_shapes(config: FlatConfig) -> dict[str, tuple[int, ...]]:
-    """All tensors of a checkpoint."""
+    """The names and shapes of all tensors that a checkpoint of this configuration has."""
     shapes = {EMBEDDING: (config.vocab_size, config.hidden_size), FINAL_NORM: (config.hidden_size,)}
     if not config.tied:
         shapes[OUTPUT] = (config.vocab_size, config.hidden_size)

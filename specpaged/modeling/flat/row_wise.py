@@ -1,13 +1,12 @@
-"""The row-wise parts of a flat layer, in torch and in our kernels."""
+"""The row-wise operations of a flat layer, in torch and in our kernels."""
 
 from __future__ import annotations
-
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
+from typing_extensions import override
 
 from specpaged.modeling.exact import ElementwisePieces
 from specpaged.modeling.flat.config import FlatConfig
@@ -18,20 +17,20 @@ CPP_ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # transfor
 Rotations = dict[str, tuple[Tensor, Tensor]]  # cos and sin [N, R / 2] float32, by LayerConfig.rope
 
 
-class Norm(Protocol):
-    """An RMS norm."""
+class Norm(nn.Module):
+    """An RMS norm of rows."""
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """x [M, H] -> [M, H]"""
-        ...
+        raise NotImplementedError
 
     def add(self, x: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor]:
         """x + added * residual_multiplier (x may be overwritten), and that sum normalised; [M, H] each."""
-        ...
+        raise NotImplementedError
 
 
-class TorchNorm(nn.Module):
-    """See Norm; in float32 where the stored weight lacks an offset (Gemma's), which its dtype would round."""
+class TorchNorm(Norm):
+    """The norm in torch; in float32 where the stored weight lacks an offset (Gemma's), which its dtype would round."""
 
     def __init__(self, weight: Tensor, config: FlatConfig):
         super().__init__()
@@ -40,19 +39,19 @@ class TorchNorm(nn.Module):
         self.multiplier = config.residual_multiplier
         self._shape = tuple(weight.shape)
 
+    @override
     def forward(self, x: Tensor) -> Tensor:
-        """See Norm."""
         return F.rms_norm(x.to(self.weight.dtype), self._shape, self.weight, self.eps).to(x.dtype)
 
+    @override
     def add(self, x: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor]:
-        """See Norm."""
         if added is not None:
             x = x + (added if self.multiplier == 1.0 else added * self.multiplier)
         return x, self(x)
 
 
-class TritonNorm(nn.Module):
-    """See Norm."""
+class TritonNorm(Norm):
+    """The norm in our Triton kernel."""
 
     def __init__(self, weight: Tensor, config: FlatConfig):
         super().__init__()
@@ -62,12 +61,12 @@ class TritonNorm(nn.Module):
         self.eps, self.offset, self.multiplier = config.norm_eps, config.norm_offset, config.residual_multiplier
         self._rms_norm = rms_norm
 
+    @override
     def forward(self, x: Tensor) -> Tensor:
-        """See Norm."""
         return self._rms_norm(x, self.weight, self.eps, weight_offset=self.offset)
 
+    @override
     def add(self, x: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor]:
-        """See Norm."""
         if added is None:
             return x, self(x)
         if self.multiplier != 1.0:
@@ -75,20 +74,20 @@ class TritonNorm(nn.Module):
         return x, self._rms_norm(added, self.weight, self.eps, residual=x, weight_offset=self.offset)
 
 
-class CppNorm(nn.Module):
-    """See Norm."""
+class CppNorm(Norm):
+    """The norm in our C++ kernel."""
 
     def __init__(self, weight: Tensor, config: FlatConfig):
         super().__init__()
         self.weight = weight.float() + config.norm_offset
         self.eps, self.multiplier = config.norm_eps, config.residual_multiplier
 
+    @override
     def forward(self, x: Tensor) -> Tensor:
-        """See Norm."""
         return rowwise.rms_norm(x, self.weight, self.eps)
 
+    @override
     def add(self, x: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor]:
-        """See Norm."""
         return x, rowwise.rms_norm(x, self.weight, self.eps, added, self.multiplier)
 
 
@@ -120,7 +119,7 @@ class TorchHeads(nn.Module):
 
 
 class TritonHeads(TorchHeads):
-    """Its norm by our kernel: torch's on a GPU depends on the rows."""
+    """TorchHeads with its norm in our kernel: torch's on a GPU depends on the rows."""
 
     def __init__(self, config: FlatConfig, rope: str | None, weight: Tensor | None):
         super().__init__(config, rope, weight)
@@ -136,10 +135,10 @@ class TritonHeads(TorchHeads):
 
 
 class CppHeads(TorchHeads):
-    """In place, in one pass."""
+    """TorchHeads in our C++ kernel: in place, in one pass over the rows."""
 
+    @override
     def forward(self, qkv: Tensor, rotations: Rotations) -> tuple[Tensor, Tensor, Tensor]:
-        """See TorchHeads."""
         qkv = qkv.view(len(qkv), -1, self.head_dim)
         cos, sin = (None, None) if self.rope is None else rotations[self.rope]
         rowwise.norm_and_rotate(qkv, self.num_heads + self.num_kv_heads, self.weight, self.eps, cos, sin)
@@ -160,7 +159,7 @@ class TorchGate(nn.Module):
 
 
 class CppGate(nn.Module):
-    """See TorchGate."""
+    """The gated activation of an MLP in our C++ kernel."""
 
     def __init__(self, activation: str):
         super().__init__()
@@ -171,10 +170,13 @@ class CppGate(nn.Module):
         return rowwise.gate(gate_up, self.activation)
 
 
-class Parts:
-    """Makes the parts for a backend."""
+class RowWiseOps:
+    """Makes the row-wise operations of a decoder for a backend.
 
-    def __init__(self, config: FlatConfig, backend: str, in_pieces: bool):
+    `splits_activation`: torch's activation runs on few elements at a time, so that no kernel splits them over threads.
+    """
+
+    def __init__(self, config: FlatConfig, backend: str, splits_activation: bool):
         self.config = config
         self._norm, self._heads = {
             "cpp": (CppNorm, CppHeads),
@@ -184,18 +186,18 @@ class Parts:
         self.torch_gates = backend != "cpp" or config.activation not in CPP_ACTIVATIONS
         if self.torch_gates:
             activation = ACT2FN[config.activation]
-            self._gate: nn.Module = TorchGate(ElementwisePieces(activation) if in_pieces else activation)
+            self._gate: nn.Module = TorchGate(ElementwisePieces(activation) if splits_activation else activation)
         else:
             self._gate = CppGate(CPP_ACTIVATIONS[config.activation])
 
-    def norm(self, weight: Tensor) -> nn.Module:
-        """See Norm."""
+    def norm(self, weight: Tensor) -> Norm:
+        """A norm with the stored weight [H]."""
         return self._norm(weight, self.config)
 
-    def heads(self, layer_idx: int, weight: Tensor | None) -> nn.Module:
-        """See TorchHeads."""
+    def heads(self, layer_idx: int, weight: Tensor | None) -> TorchHeads:
+        """What stands between a layer's projection and its attention; weight [Hq + Hkv, D] float32 of its norm."""
         return self._heads(self.config, self.config.layers[layer_idx].rope, weight)
 
     def gate(self) -> nn.Module:
-        """See TorchGate."""
+        """The gated activation, [M, 2 * I] -> [M, I]: one module for all layers."""
         return self._gate
