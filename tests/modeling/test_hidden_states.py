@@ -132,13 +132,12 @@ def test_one_call_finds_those_of_its_parts(name, dtype, toy_model):
 def test_the_last_layer_runs_for_the_rows_that_are_wanted_alone(kind, toy_model):
     """Behind its attention. The rows of logits and of hidden states may overlap in any way."""
     model = load(toy_model, "llama", kind)
-    world, seen = World(model, block_size=4), []
+    seen = []
     handle = model.decoder.layers[-1].down.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
     with_inputs = HiddenStatesRequest(layer_inputs=(1,))
     for wanted, num_rows in ((None, 5), (with_inputs, 5), (HiddenStatesRequest(last=True), 5 + 2 + 3)):
         seen.clear()
-        world.truncate("a", 0) if "a" in world.blocks else None
-        world.truncate("c", 0) if "c" in world.blocks else None
+        world = World(model, block_size=4)
         world.forward(("a", A[:12], 1, 3), ("c", C[:30], 4, 7), hidden=wanted)
         multiple = model.row_multiple
         assert seen == [-(-num_rows // multiple) * multiple]
