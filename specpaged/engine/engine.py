@@ -229,6 +229,8 @@ class Engine:
         return scheduled
 
     def _fail_who_has_no_token(self, scored: ScoredStep, verified: VerifyOutput) -> None:
+        if not any(verified.failed):
+            return
         for entry, failed in zip(scored.sampling_entries, verified.failed, strict=True):
             sequence = entry.sequence
             if failed and sequence.finish_reason is None:

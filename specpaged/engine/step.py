@@ -125,7 +125,7 @@ class SpeculativeStep:
                 if entry.samples:
                     num_kept = self._emit(entry, *next(results))
                 sequence.page_table.advance(TARGET, entry.num_new_tokens + entry.num_draft_tokens)
-                if sequence.draft:
+                if entry.draft or sequence.draft:  # a host may have had its own verified
                     rollbacks.append((entry, entry.num_known + num_kept))
                     sequence.draft = NO_DRAFT
             for i in verified.rescored:
