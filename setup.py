@@ -25,7 +25,6 @@ setup(
         "safetensors",
         "numpy",
         "tqdm",
-        "typing_extensions",
         "typer",
         "rich",
         "typing_extensions",

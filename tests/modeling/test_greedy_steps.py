@@ -30,9 +30,9 @@ def proposal(model, in_one_call: bool, monkeypatch) -> tuple[list[DraftedTokens]
     for layer in runner.kv_cache.layers:
         layer.zero_()
     rows = [
-        DraftRow(random_tokens(9, 1), 0, [3, 9, 4, 7], 4, 0),
-        DraftRow(random_tokens(5, 2), 0, [1, 2], 1, 1),
-        DraftRow(random_tokens(3, 3), 0, [5, 6], 2, 2),
+        DraftRow(None, random_tokens(9, 1), 0, [3, 9, 4, 7], 4, 0),
+        DraftRow(None, random_tokens(5, 2), 0, [1, 2], 1, 1),
+        DraftRow(None, random_tokens(3, 3), 0, [5, 6], 2, 2),
     ]
     first = pack([RaggedRow(row.token_ids, row.context_len, row.blocks, 1) for row in rows], BLOCK_SIZE)
     steps = DraftSteps(rows, BLOCK_SIZE, "cpu")
@@ -42,7 +42,7 @@ def proposal(model, in_one_call: bool, monkeypatch) -> tuple[list[DraftedTokens]
     monkeypatch.setattr(model, "run", lambda *operands: calls.append(1) or run(*operands))
     if not in_one_call:
         monkeypatch.setattr(model.decoder, "runs_greedy_steps", lambda num_rows: False)
-    found = runner.greedy_steps(batches, steps.kept, VOCAB_SIZE)
+    found = runner.greedy_steps(batches, steps.source_idx, VOCAB_SIZE)
     assert len(calls) == (0 if in_one_call else len(steps))
     monkeypatch.undo()
     return found, runner.kv_cache.layers
