@@ -22,7 +22,7 @@ DEFAULT_ARMS = (
 Arms = Annotated[
     str,
     typer.Option(
-        help=f"With commas between them: {', '.join(SCHEDULE_OF)}, or SCHEDULE/ARM, or 'plain'; '/uncached' behind "
+        help=f"With commas between them: {', '.join(SCHEDULE_OF)}, or SCHEDULE/ROLLBACK, or 'plain'; '/uncached' behind "
         "one: the draft has no KV across rounds; '/ungrouped': exspec does not look for equal lengths; '/sorted': it "
         "keeps its window by length."
     ),

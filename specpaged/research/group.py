@@ -41,8 +41,8 @@ class GroupKVCache(DenseKVCache):
         ]
 
     @property
+    @override
     def tensors(self) -> list[Tensor]:
-        """See DenseKVCache."""
         return [*self.stacks, *(own for of_sequence in self.caches for own in of_sequence)]
 
 
