@@ -23,7 +23,9 @@ if TYPE_CHECKING:  # torch takes seconds to import: --help does without
     from specpaged.studies.result import Result
     from specpaged.studies.workload import Options
 
-app = typer.Typer(no_args_is_help=True, help="Studies of realignment: ways to roll back drafts, side by side under one engine.")
+app = typer.Typer(
+    no_args_is_help=True, help="Studies of realignment: ways to roll back drafts, side by side under one engine."
+)
 console = Console(width=None if sys.stdout.isatty() else 160)
 
 

@@ -63,7 +63,9 @@ class DraftSteps:
         blocks = flat_page_table([row.blocks for row in first], width)
         narrow = upload(ints([*blocks, *positions, *range(len(first) + 1)], torch.int32), device)
         total = len(positions)
-        flat_positions, flat_slots, self._rows, source_rows = wide.split_with_sizes([total, total, len(first), len(source)])
+        flat_positions, flat_slots, self._rows, source_rows = wide.split_with_sizes(
+            [total, total, len(first), len(source)]
+        )
         table_idx, contexts, self._bounds = narrow.split_with_sizes([len(first) * width, total, len(first) + 1])
         self._positions, self._slots, self._context_lens = (
             x.split_with_sizes(counts) for x in (flat_positions, flat_slots, contexts)

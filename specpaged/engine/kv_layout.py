@@ -33,10 +33,10 @@ class CopiedBytes:
 
 
 class KVLayout:
-    """What a layout of KV does in a step; as it stands, the paged one, whose rollback is called "truncate".
+    """What a layout of KV does in a step. This one is the paged one: page tables are cut, and no KV is copied.
 
-    There page tables are cut, and no KV is copied; a layout that copies overrides what it needs to. The engine calls `place` before the passes of a step, `limit` behind its verification, and `realign` when the page
-    tables have been cut behind what was accepted.
+    Other layouts override what they do otherwise. The engine calls `place` before the passes of a step, `limit` behind
+    its verification, and `realign` when the page tables have been cut behind what was accepted.
     """
 
     name = "truncate"

@@ -20,7 +20,8 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class RaggedRow:
-    """One sequence's share of a forward pass, in ints.
+    """One sequence's share of a forward pass, in ints: of the target's, out of a ScheduledSequence, or of a draft
+    model's, out of a DraftRow.
 
     `blocks` is the sequence's page table and covers `context_len + len(token_ids)` slots; `context_len` tokens
     already have valid KV, so it is also the position of `token_ids[0]`. Logits are wanted for the last

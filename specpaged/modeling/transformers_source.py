@@ -182,7 +182,8 @@ def _load_module(model: str, config: PreTrainedConfig, dtype: torch.dtype | None
             if keys
         )
         raise ValueError(
-            f"model {model!r}: the weights are not those of {type(module).__name__}, named by config.json: {differences}"
+            f"model {model!r}: the weights are not those of {type(module).__name__}, named by config.json: "
+            f"{differences}"
         )
     names = getattr(config, "architectures", None) or []
     if names and names[0].endswith("ForCausalLM") and names[0] != type(module).__name__:

@@ -93,7 +93,10 @@ class Round:
             self.allocator = BlockAllocator(size)
         self.context_lens = [cell.context_before + gained for gained in cell.num_gained]
         # What they know behind the round: the last token has no KV.
-        self.sequences = [_RoundSequence(context_len + 1, self.kv_layout.new_table(self.allocator, 1)) for context_len in self.context_lens]
+        self.sequences = [
+            _RoundSequence(context_len + 1, self.kv_layout.new_table(self.allocator, 1))
+            for context_len in self.context_lens
+        ]
 
     def prepare(self) -> None:
         """Put the sequences behind the target's pass of the round: nothing of this is timed."""

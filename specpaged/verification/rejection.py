@@ -54,7 +54,9 @@ class RejectionVerifier(Verifier):
             rejected: list[tuple[int, int]] = []  # (request, packed row)
             for i, row, first in chosen:
                 rows_of_draft = slice(first, first + len(drafts[i]))
-                accepted = _num_accepted(sampling, i, target_chances[rows_of_draft], draft_chances[rows_of_draft], ok[row:])
+                accepted = _num_accepted(
+                    sampling, i, target_chances[rows_of_draft], draft_chances[rows_of_draft], ok[row:]
+                )
                 failed[i] = not ok[row + accepted]
                 num_accepted[i] = accepted
                 token_ids[i] = drafts[i][:accepted] if failed[i] else [*drafts[i][:accepted], sampled[row + accepted]]

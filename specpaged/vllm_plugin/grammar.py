@@ -26,10 +26,10 @@ def apply_grammar(
 ) -> tuple[Tensor, list[list[int]], list[SamplingRequest]]:
     """The rows that the grammars have ruled over with the drafts between them, and requests with their token masks.
 
-    Sequence i owns len(drafts[i]) + 1 rows; `request_idx` says which i a request is, and `num_scheduled` how many drafts
-    vLLM scheduled for it: as many rows, and one, its bitmask has (since vLLM 0.33 `max_rows`, used or not). Rows behind
-    drafts that the grammar has not seen are dropped. A (drafts 5 6, of which the grammar saw one) and B (none), A alone
-    under a grammar:
+    Sequence i owns len(drafts[i]) + 1 rows; `request_idx` says which i a request is, and `num_scheduled` how many
+    drafts vLLM scheduled for it: as many rows, and one, its bitmask has (since vLLM 0.33 `max_rows`, used or not). Rows
+    behind drafts that the grammar has not seen are dropped. A (drafts 5 6, of which the grammar saw one) and B (none),
+    A alone under a grammar:
 
         rows       A0 A1 A2 B0         bitmask rows   A0 A1 A2
         row_idx    A0 A1    B0         A's draft      5            A's token mask   A0 A1

@@ -70,8 +70,8 @@ def line(metrics: EngineMetrics) -> str:
     if metrics.draft_tokens:
         per_position = "/".join(map(str, metrics.accepted_per_position))
         parts.append(
-            f"{metrics.acceptance_rate:.1%} of {metrics.draft_tokens} draft tokens accepted (by position {per_position}), "
-            f"{metrics.rolled_back_tokens} tokens rolled back"
+            f"{metrics.acceptance_rate:.1%} of {metrics.draft_tokens} draft tokens accepted "
+            f"(by position {per_position}), {metrics.rolled_back_tokens} tokens rolled back"
         )
     parts.append(", ".join(f"{stage} {seconds / total:.0%}" for stage, seconds in metrics.seconds.items()))
     return "; ".join(parts)
