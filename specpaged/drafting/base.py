@@ -51,7 +51,7 @@ class DraftOutput:
 
     @classmethod
     def of(cls, drafts: Sequence[Draft]) -> DraftOutput:
-        """The drafts, taken apart."""
+        """The token ids and the probabilities of each draft, in two lists."""
         return cls([draft.token_ids for draft in drafts], [draft.probs for draft in drafts])
 
 

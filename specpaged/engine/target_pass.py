@@ -17,7 +17,7 @@ from specpaged.modeling.ragged_batch import RaggedRow, pack
 
 
 class TargetPass(NamedTuple):
-    """What comes of a pass."""
+    """What the target's pass over a step computes."""
 
     logits: Tensor | Argmax  # [M, V] fp32: for each entry that samples, a row behind its known tokens and each draft
     prompt_logits: dict[Sequence, Tensor]  # [rows, V] fp32, of prompts whose log-probabilities are asked for

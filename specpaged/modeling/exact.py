@@ -189,7 +189,7 @@ class ExactLinears:
             self.want_rows(scheme.row_multiple)
 
     def want_rows(self, multiple: int) -> None:
-        """Has passes filled up to a multiple of rows."""
+        """Ask that passes be filled up to a multiple of so many rows."""
         self._multiples.append(multiple)
 
     def row_multiple(self, inner_sizes: set[int], dtype: torch.dtype) -> int:

@@ -64,7 +64,7 @@ class GroupTable(DenseTable):
         return super().truncate(pool, num_tokens)
 
     def leave(self) -> None:
-        """The row is somebody else's now."""
+        """Give up the row, which another sequence may take."""
         self.row = self.start = None
 
     @override

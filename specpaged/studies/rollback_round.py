@@ -55,7 +55,7 @@ class Cell:
 
 @dataclass(eq=False)
 class _RoundSequence:
-    """As much of a sequence as a KV layout looks at."""
+    """What a KV layout reads of a sequence."""
 
     num_tokens: int
     page_table: PageTable

@@ -76,7 +76,10 @@ class SpecPagedWorker(WorkerBase):
         self.shard = self._shard()
 
     def _device_index(self) -> int:
-        """As vLLM's own worker: engines side by side share a machine's devices, of which `--device-ids` names some."""
+        """The index that vLLM's own worker would take: engines side by side share a machine's devices.
+
+        `--device-ids` names some of them.
+        """
         parallel = self.vllm_config.parallel_config
         rank = self.local_rank
         if (
@@ -238,7 +241,7 @@ class SpecPagedWorker(WorkerBase):
             torch.cuda.synchronize(self.device)
 
     def reset_mm_cache(self) -> None:
-        """There is none."""
+        """No model that is served takes images or sound: nothing of them is cached."""
 
     def reset_encoder_cache(self) -> None:
-        """There is none."""
+        """No model that is served has an encoder: nothing of one is cached."""
