@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def environment(threads: int) -> dict[str, Any]:
-    """See specpaged.studies.environment."""
+    """What the package says of the machine, and the commit."""
     return of_package.environment(threads) | {"commit": commit()}
 
 

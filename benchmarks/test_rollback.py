@@ -9,7 +9,7 @@ from specpaged.studies.kv_shape import KVShape
 from specpaged.studies.rollback import BATCH_SIZES, CONTEXTS, PATTERNS
 from specpaged.studies.rollback_round import Cell, Round, num_rounds
 
-METHODS = rollback.available_arms("cpu")
+METHODS = rollback.available_rollbacks("cpu")
 
 
 @pytest.fixture(scope="module")

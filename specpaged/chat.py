@@ -72,7 +72,7 @@ class ChatRenderer:
 
         Special tokens are those that the template writes: the tokenizer adds none to them.
         """
-        messages = [_checked(message, place) for place, message in enumerate(_as_list(conversation))]
+        messages = [_checked(message, idx) for idx, message in enumerate(_as_list(conversation))]
         try:
             text = self.tokenizer.apply_chat_template(
                 messages,
@@ -110,10 +110,10 @@ def _as_list(conversation: Any) -> list[Any]:
     return list(conversation)
 
 
-def _checked(message: Any, place: int) -> dict[str, Any]:
+def _checked(message: Any, idx: int) -> dict[str, Any]:
     """The message, its text in one piece: parts of a content that comes as a list are lines of it."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise ValueError(f"messages[{place}]={shown(message)} must be a mapping with a 'role' and a 'content'")
+        raise ValueError(f"messages[{idx}]={shown(message)} must be a mapping with a 'role' and a 'content'")
     content = message.get("content")
     if content is None and message.get("tool_calls"):
         return dict(message)
@@ -121,9 +121,9 @@ def _checked(message: Any, place: int) -> dict[str, Any]:
         for part in content:
             if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
                 raise ValueError(
-                    f"messages[{place}]['content'] has the part {shown(part)}; allowed: {{'type': 'text', 'text': ...}}"
+                    f"messages[{idx}]['content'] has the part {shown(part)}; allowed: {{'type': 'text', 'text': ...}}"
                 )
         content = "\n".join(part["text"] for part in content)
     if not isinstance(content, str):
-        raise ValueError(f"messages[{place}]['content']={shown(content)} must be text, or a list of parts of text")
+        raise ValueError(f"messages[{idx}]['content']={shown(content)} must be text, or a list of parts of text")
     return {**message, "content": content}

@@ -135,7 +135,10 @@ class LLM:
         use_tqdm: bool,
         encode: Callable[[Any], tuple[str | None, Sequence[int]]],
     ) -> list[RequestOutput]:
-        """See generate; `encode` makes text, if there is any, and token ids of a prompt, or raises ValueError."""
+        """Run all prompts to their end: what `generate` and `chat` share.
+
+        `encode` makes text, if there is any, and token ids of a prompt, or raises ValueError.
+        """
         if self.engine.has_unfinished_requests:
             raise RuntimeError(
                 f"requests {sorted(self.engine.requests)} were added to the engine and still run; step it to their end"

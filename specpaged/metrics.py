@@ -54,20 +54,20 @@ class RequestMetrics(DraftCounters):
         histogram[num_accepted] += 1
 
     @classmethod
-    def total(cls, parts: Iterable[RequestMetrics]) -> RequestMetrics:
+    def total(cls, of_sequences: Iterable[RequestMetrics]) -> RequestMetrics:
         """The sum, position by position for the histogram."""
         total = cls()
-        for part in parts:
-            for name, value in vars(part).items():
+        for metrics in of_sequences:
+            for name, value in vars(metrics).items():
                 if name != "acceptance_histogram":
                     setattr(total, name, getattr(total, name) + value)
-            pairs = zip_longest(total.acceptance_histogram, part.acceptance_histogram, fillvalue=0)
+            pairs = zip_longest(total.acceptance_histogram, metrics.acceptance_histogram, fillvalue=0)
             total.acceptance_histogram = [a + b for a, b in pairs]
         return total
 
 
 class PartCounts(NamedTuple):
-    """What an engine's parts have counted in their lives: scheduler, KV layout, model runners."""
+    """What the scheduler, the KV layout and the model runners of an engine have counted since they were made."""
 
     preemptions: int = 0
     grouped_rounds: int = 0
@@ -84,7 +84,7 @@ class EngineMetrics(DraftCounters):
 
     A round is a step in which some sequence samples. Unverified KV tokens are those that a target pass wrote for
     drafts: the memory that speculation holds between scoring and commit. Rollback covers both pools; its seconds
-    include the allocator's work, and all copies that a dense arm makes. Bytes are those of KV that was written by
+    include the allocator's work, and all copies that a dense KV layout makes. Bytes are those of KV that was written by
     copying: for rollback, to be read by attention ("gathered"), and for the layout's own sake ("other"). Grouped rounds
     ran several sequences of one length, fallback rounds several of any: EXSPEC's.
     """
@@ -121,7 +121,7 @@ class EngineMetrics(DraftCounters):
             per_position[position] += 1
 
     def add_parts(self, before: PartCounts, now: PartCounts) -> None:
-        """What the engine's parts have counted between two moments."""
+        """Add what was counted between two moments."""
         self.preemptions += now.preemptions - before.preemptions
         self.grouped_rounds += now.grouped_rounds - before.grouped_rounds
         self.fallback_rounds += now.fallback_rounds - before.fallback_rounds

@@ -21,7 +21,7 @@ def shape(scale: Scale) -> KVShape:
 def run(scale: Scale) -> dict[str, Any]:
     """Every rollback method by B, context and pattern: wall time, with the device's work done."""
     matrix = study.run(
-        arms=study.available_arms(scale.device),
+        rollbacks=study.available_rollbacks(scale.device),
         batch_sizes=scale.batch_sizes,
         contexts=scale.context_lens[:2],
         shape=shape(scale),

@@ -23,7 +23,9 @@ if TYPE_CHECKING:  # torch takes seconds to import: --help does without
     from specpaged.studies.result import Result
     from specpaged.studies.workload import Options
 
-app = typer.Typer(no_args_is_help=True, help="Studies of realignment: arms side by side under one engine.")
+app = typer.Typer(
+    no_args_is_help=True, help="Studies of realignment: ways to roll back drafts, side by side under one engine."
+)
 console = Console(width=None if sys.stdout.isatty() else 160)
 
 
@@ -148,14 +150,14 @@ def rollback(
     threads: options.Threads = 1,
     device: options.Device = "cpu",
 ) -> None:
-    """What rolling back one round costs, by arm, B and context; no model runs."""
+    """What rolling back one round costs, by method, B and context; no model runs."""
     from specpaged.studies import rollback as study
 
-    names = arms or ",".join(study.available_arms(device))
+    names = arms or ",".join(study.available_rollbacks(device))
     result = checked(
         _with_progress,
         study.run,
-        arms=checked(study.check_arms, names.split(","), device),
+        rollbacks=checked(study.check_rollbacks, names.split(","), device),
         batch_sizes=checked(options.parse_batch_sizes, batch_sizes),
         contexts=checked(options.parse_numbers, "--context-lens", context_lens, int) or study.CONTEXTS,
         shape=checked(study.KVShape.parse, kv_shape),

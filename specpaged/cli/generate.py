@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-
 import typer
 from rich.table import Table
 from rich.text import Text
 
 import specpaged.cli.options as options
 from specpaged.cli.job import decode, prepare, write_completions
-from specpaged.cli.printing import console, environment, print_error, rate
+from specpaged.cli.printing import console, print_error, print_json, rate
 
 
 def generate(
@@ -66,5 +64,5 @@ def generate(
     for error in failed:
         print_error(error)
     if as_json:
-        print(json.dumps(environment() | {"tokens_per_second": run.tokens_per_second} | metrics.as_dict()))
+        print_json({"tokens_per_second": run.tokens_per_second} | metrics.as_dict())
     raise typer.Exit(1 if failed else 0)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import platform
+import json
 from typing import Any
 
 import typer
 from rich.console import Console
 from rich.text import Text
+
+from specpaged.studies.environment import environment
 
 console = Console()
 errors = Console(stderr=True)
@@ -32,17 +34,8 @@ def rate(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-def environment() -> dict[str, Any]:
-    """The versions and the threads that a figure was measured with."""
+def print_json(figures: dict[str, Any]) -> None:
+    """One line of JSON: the figures, beside what they were measured on."""
     import torch
-    import transformers
 
-    import specpaged
-
-    return {
-        "specpaged": specpaged.__version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-        "threads": torch.get_num_threads(),
-    }
+    print(json.dumps(environment(torch.get_num_threads()) | figures))

@@ -22,9 +22,9 @@ DEFAULT_ARMS = (
 Arms = Annotated[
     str,
     typer.Option(
-        help=f"With commas between them: {', '.join(SCHEDULE_OF)}, or SCHEDULE/ARM, or 'plain'; '/uncached' behind "
-        "one: the draft has no KV across rounds; '/ungrouped': exspec does not look for equal lengths; '/sorted': it "
-        "keeps its window by length."
+        help=f"With commas between them: {', '.join(SCHEDULE_OF)}, or SCHEDULE/ROLLBACK, or 'plain'; '/uncached' "
+        "behind one: the draft has no KV across rounds; '/ungrouped': exspec does not look for equal lengths; "
+        "'/sorted': it keeps its window by length."
     ),
 ]
 BatchSizes = Annotated[str, typer.Option(help="With commas between them.")]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,7 +12,7 @@ from rich.text import Text
 
 import specpaged.cli.options as options
 from specpaged.cli.job import decode, prepare, write_completions
-from specpaged.cli.printing import checked, console, environment, rate
+from specpaged.cli.printing import checked, console, print_json, rate
 
 if TYPE_CHECKING:
     from specpaged.comparison.job import Job, Run
@@ -81,19 +80,16 @@ def verify(
     faults = [m for m in mismatches if m.label == "fault"]
     num_identical = len(job.records) - len({m.prompt_idx for m in mismatches})
     if as_json:
-        print(
-            json.dumps(
-                environment()
-                | {run.label: run.tokens_per_second for run in runs}
-                | {
-                    "prompts": len(job.records),
-                    "identical": num_identical,
-                    "near_ties": len(mismatches) - len(faults),
-                    "faults": len(faults),
-                    "acceptance_rate": job.llm.metrics.acceptance_rate,
-                    "mean_acceptance_length": job.llm.metrics.mean_acceptance_length,
-                }
-            )
+        print_json(
+            {run.label: run.tokens_per_second for run in runs}
+            | {
+                "prompts": len(job.records),
+                "identical": num_identical,
+                "near_ties": len(mismatches) - len(faults),
+                "faults": len(faults),
+                "acceptance_rate": job.llm.metrics.acceptance_rate,
+                "mean_acceptance_length": job.llm.metrics.mean_acceptance_length,
+            }
         )
     else:
         console.print(f"{num_identical}/{len(job.records)} outputs identical", highlight=False)

@@ -15,16 +15,18 @@ from specpaged.sampling.batch import SamplingBatch
 
 @dataclass(frozen=True, slots=True)
 class DraftRow:
-    """One sequence's share of a proposal, as values.
+    """One sequence's share of a proposal, as values: made of its ScheduledSequence once that has been committed.
+
+    A draft model makes RaggedRows of it: one for its known tokens, one for each draft that it runs.
 
     `token_ids` are the known tokens, in order, that the drafter has not seen (KV missing in its pool from
     `context_len` on); `blocks` covers them and `num_draft_tokens - 1` slots more. With `num_draft_tokens` = 0
-    the drafter only catches up; otherwise `request_idx` is the sequence's place in the sampling batch.
+    the drafter only catches up; otherwise `request_idx` is the sequence's index in the sampling batch.
 
-    A drafter that reads the target gets the hidden states of the known tokens which the target has just run: of those
-    at positions `hidden_position`, `hidden_position` + 1, ... A sequence of 8 known tokens, of which the target has run
-    the last but one, 2 drafts that stand (now known tokens, too) and one that was rejected; the newest token it has not
-    run yet:
+    A drafter that reads the target gets the hidden states of the known tokens that the target has just run: of those
+    at positions `hidden_position`, `hidden_position` + 1, ... Of a sequence of 9 known tokens the target has just run
+    three, one that was known before and 2 drafts that stand, and beside them a draft that was rejected; it has not run
+    the newest one yet:
 
         position         0 .. 4 | 5  6  7 | 8          hidden_position 5, 3 rows
                                 | run     | bonus      token_ids: those from the drafter's context_len on, to 8
@@ -49,7 +51,7 @@ class DraftOutput:
 
     @classmethod
     def of(cls, drafts: Sequence[Draft]) -> DraftOutput:
-        """The drafts, taken apart."""
+        """The token ids and the probabilities of each draft, in two lists."""
         return cls([draft.token_ids for draft in drafts], [draft.probs for draft in drafts])
 
 

@@ -26,7 +26,7 @@ class Draft:
         return len(self.token_ids)
 
     def cut(self, num_tokens: int) -> Draft:
-        """Its first num_tokens tokens; itself, where it has no more."""
+        """The draft of the first num_tokens tokens: the same object, where there are no more."""
         if num_tokens >= len(self.token_ids):
             return self
         if num_tokens <= 0:

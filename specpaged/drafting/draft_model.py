@@ -57,8 +57,8 @@ class DraftModelDrafter:
     def _greedy(self, passes: Sequence[RaggedBatch], steps: DraftSteps) -> list[DraftedTokens]:
         """The tokens of each step. Nothing is asked of the host between the passes."""
         if len(passes) > 1:  # rows of the first step are in several of them
-            parts = [self.runner.greedy_steps([batch], [None], self.vocab_size)[0] for batch in passes]
-            first = DraftedTokens(*map(torch.cat, zip(*parts, strict=True)))
+            first_of_passes = [self.runner.greedy_steps([batch], [None], self.vocab_size)[0] for batch in passes]
+            first = DraftedTokens(*map(torch.cat, zip(*first_of_passes, strict=True)))
             if len(steps) == 1:
                 return [first]
             source_idx = steps.source_idx[1]

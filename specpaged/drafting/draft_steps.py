@@ -37,7 +37,7 @@ class DraftSteps:
         num_steps = max(row.num_draft_tokens for row in rows)
         members = [[row for row in rows if row.num_draft_tokens > step] for step in range(num_steps)]
         self.request_idx = [[row.request_idx for row in step] for step in members]
-        # Rows of a step that go on, by their place in it; None: all of them.
+        # Rows of a step that go on, by their index in it; None: every row goes on.
         going_on = [
             None if len(after) == len(before) else [i for i, row in enumerate(before) if row.num_draft_tokens > step]
             for step, (before, after) in enumerate(pairwise(members), 1)
@@ -56,20 +56,22 @@ class DraftSteps:
             for rows_of_step, contexts in zip(members[1:], self._contexts, strict=True)
             for row, position in zip(rows_of_step, contexts, strict=True)
         ]
-        source = [i for part in going_on if part is not None for i in part]
+        source = [i for rows_idx in going_on if rows_idx is not None for i in rows_idx]
         width = -(-(max(positions) + 1) // block_size)
         first = members[1]
         wide = upload(ints([*positions, *slots, *range(len(first)), *source]), device)
         blocks = flat_page_table([row.blocks for row in first], width)
         narrow = upload(ints([*blocks, *positions, *range(len(first) + 1)], torch.int32), device)
         total = len(positions)
-        places, targets, self._rows, source_rows = wide.split_with_sizes([total, total, len(first), len(source)])
+        flat_positions, flat_slots, self._rows, source_rows = wide.split_with_sizes(
+            [total, total, len(first), len(source)]
+        )
         table_idx, contexts, self._bounds = narrow.split_with_sizes([len(first) * width, total, len(first) + 1])
         self._positions, self._slots, self._context_lens = (
-            x.split_with_sizes(counts) for x in (places, targets, contexts)
+            x.split_with_sizes(counts) for x in (flat_positions, flat_slots, contexts)
         )
-        parts = iter(source_rows.split_with_sizes([len(part) for part in going_on if part is not None]))
-        self.source_idx[1:] = [None if part is None else next(parts) for part in going_on]
+        split = iter(source_rows.split_with_sizes([len(rows_idx) for rows_idx in going_on if rows_idx is not None]))
+        self.source_idx[1:] = [None if rows_idx is None else next(split) for rows_idx in going_on]
         self._page_tables = [table_idx.view(len(first), width)]
         for of_step in self.source_idx[2:]:
             before = self._page_tables[-1]

@@ -1,4 +1,4 @@
-"""What an arm is: how sequences hold KV, and what happens to it when drafts are rejected."""
+"""How sequences hold KV, and what happens to it when drafts are rejected."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class CopiedBytes:
-    """KV that an arm has written by copying, target's and draft's; what goes through a temporary counts twice."""
+    """Bytes of KV that a layout has written by copying, the target's and the draft's.
+
+    What goes through a temporary counts twice.
+    """
 
     rollback: int = 0  # because drafts were rejected
     gather: int = 0  # so that attention could read it, as one batch
@@ -25,15 +28,15 @@ class CopiedBytes:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Bytes copied for whatever reason."""
         return self.rollback + self.gather + self.other
 
 
 class KVLayout:
-    """An arm, and the paged one ("truncate"): page tables are cut, and no KV is copied.
+    """What a layout of KV does in a step. This one is the paged one: page tables are cut, and no KV is copied.
 
-    The engine calls `place` before the passes of a step, `limit` behind its verification, and `realign` when the page
-    tables have been cut behind what was accepted.
+    Other layouts override what they do otherwise. The engine calls `place` before the passes of a step, `limit` behind
+    its verification, and `realign` when the page tables have been cut behind what was accepted.
     """
 
     name = "truncate"
@@ -51,7 +54,7 @@ class KVLayout:
         """Bring the KV of the sequences of a step to where its passes are to find it."""
 
     def limit(self, verified: VerifyOutput) -> VerifyOutput:
-        """What of a step's output is kept."""
+        """The part of a step's output that is to be committed."""
         return verified
 
     def realign(self, running: SequenceOf[Sequence]) -> None:

@@ -40,5 +40,5 @@ def record_prompt_logprobs(sequence: Sequence, logits: Tensor) -> None:
 
 
 def _num_known(sequence: Sequence) -> int:
-    """Prompt tokens whose log-probability is known."""
+    """The number of prompt tokens whose log-probability is known."""
     return len(sequence.prompt_logprobs or (None,))

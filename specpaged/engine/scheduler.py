@@ -13,7 +13,10 @@ from specpaged.engine.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class ScheduledSequence:
-    """One sequence's share of a step.
+    """One sequence's share of a step, as its scheduler decides it.
+
+    Of it come a RaggedRow, which the target's pass runs, the rows of VerifyRows, which that pass gives the verifier,
+    and, once it has been committed, a DraftRow, which the drafter runs.
 
     The target runs `num_new_tokens` known tokens from `context_len` on, then `draft`: as much of the sequence's pending
     draft as the step has room for. Drafts come only behind the last known token, where the step samples.

@@ -17,7 +17,7 @@ from specpaged.modeling.ragged_batch import RaggedRow, pack
 
 
 class TargetPass(NamedTuple):
-    """What comes of a pass."""
+    """What the target's pass over a step computes."""
 
     logits: Tensor | Argmax  # [M, V] fp32: for each entry that samples, a row behind its known tokens and each draft
     prompt_logits: dict[Sequence, Tensor]  # [rows, V] fp32, of prompts whose log-probabilities are asked for
@@ -53,11 +53,11 @@ def run_target(
     if not of_prompts:
         return TargetPass(logits, {}, hidden_states)
     verify_logits, prompt_logits = [], {}
-    for entry, part in zip(entries, logits.split([row.num_logits for row in rows]), strict=True):
+    for entry, of_entry in zip(entries, logits.split([row.num_logits for row in rows]), strict=True):
         num_verify = entry.num_draft_tokens + 1 if entry.samples else 0
-        verify_logits.append(part[len(part) - num_verify :])
+        verify_logits.append(of_entry[len(of_entry) - num_verify :])
         if wants_prompt_logits(entry):
-            prompt_logits[entry.sequence] = part[prompt_rows(entry)]
+            prompt_logits[entry.sequence] = of_entry[prompt_rows(entry)]
     return TargetPass(torch.cat(verify_logits), prompt_logits, hidden_states)
 
 
@@ -76,5 +76,5 @@ def _by_sequence(
     if output.hidden_states is None:
         return {}
     counts = [row.num_hidden for row in rows]
-    parts = zip(entries, counts, output.hidden_states.split(counts), strict=True)
-    return {entry.sequence: part for entry, count, part in parts if count}
+    split = output.hidden_states.split(counts)
+    return {entry.sequence: states for entry, states, count in zip(entries, split, counts, strict=True) if count}

@@ -77,8 +77,8 @@ class RowExactExperts(nn.Module):
         by_expert = torch.argsort(experts, stable=True)
         counts = torch.bincount(experts, minlength=len(self.down)).tolist()
         outputs = hidden_states.new_empty(num_tokens * top_k, hidden_states.shape[-1])
-        for expert, places in enumerate(by_expert.split(counts)):
-            for piece in places.split(self._max):
+        for expert, choice_idx in enumerate(by_expert.split(counts)):
+            for piece in choice_idx.split(self._max):
                 rows = piece.shape[0]
                 if rows:
                     x = F.pad(hidden_states[piece // top_k], (0, 0, 0, -rows % self._multiple))
@@ -189,7 +189,7 @@ class ExactLinears:
             self.want_rows(scheme.row_multiple)
 
     def want_rows(self, multiple: int) -> None:
-        """Has passes filled up to a multiple of rows."""
+        """Ask that passes be filled up to a multiple of so many rows."""
         self._multiples.append(multiple)
 
     def row_multiple(self, inner_sizes: set[int], dtype: torch.dtype) -> int:

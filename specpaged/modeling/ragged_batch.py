@@ -20,7 +20,8 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class RaggedRow:
-    """One sequence's share of a forward pass, in ints.
+    """One sequence's share of a forward pass, in ints: of the target's, out of a ScheduledSequence, or of a draft
+    model's, out of a DraftRow.
 
     `blocks` is the sequence's page table and covers `context_len + len(token_ids)` slots; `context_len` tokens
     already have valid KV, so it is also the position of `token_ids[0]`. Logits are wanted for the last
@@ -140,20 +141,20 @@ def pack(
     narrow = upload(ints([*page_table, *cu_query_lens, *context_lens], torch.int32), device)
     table, bounds, contexts = narrow.split_with_sizes([num_seqs * width, num_seqs + 1, num_seqs])
     sizes = [num_tokens] * 3 + [len(logits_idx), len(hidden_idx)]
-    ids, places, targets, of_logits, of_hidden = wide.split_with_sizes(sizes)
+    flat_ids, flat_positions, flat_slots, flat_logits_idx, flat_hidden_idx = wide.split_with_sizes(sizes)
     return RaggedBatch(
-        token_ids=ids,
-        positions=places,
-        slot_mapping=targets,
+        token_ids=flat_ids,
+        positions=flat_positions,
+        slot_mapping=flat_slots,
         page_table=table.view(num_seqs, width),
         cu_query_lens=bounds,
         context_lens=contexts,
-        logits_idx=of_logits,
+        logits_idx=flat_logits_idx,
         query_lens=tuple(len(row.token_ids) for row in rows),
         context_lens_host=context_lens,
         num_logits=tuple(row.num_logits for row in rows),
         block_size=block_size,
         block_stride=stride,
-        hidden_idx=of_hidden if hidden_idx else None,
+        hidden_idx=flat_hidden_idx if hidden_idx else None,
         num_hidden=tuple(row.num_hidden for row in rows) if hidden_idx else (),
     )

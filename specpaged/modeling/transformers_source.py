@@ -176,13 +176,14 @@ def _load_module(model: str, config: PreTrainedConfig, dtype: torch.dtype | None
         "of another shape": sorted(str(key[0] if isinstance(key, tuple) else key) for key in info["mismatched_keys"]),
     }
     if any(problems.values()):
-        found = "; ".join(
+        differences = "; ".join(
             f"{len(keys)} {kind} ({', '.join(keys[:3])}{', ...' if len(keys) > 3 else ''})"
             for kind, keys in problems.items()
             if keys
         )
         raise ValueError(
-            f"model {model!r}: the weights are not those of {type(module).__name__}, named by config.json: {found}"
+            f"model {model!r}: the weights are not those of {type(module).__name__}, named by config.json: "
+            f"{differences}"
         )
     names = getattr(config, "architectures", None) or []
     if names and names[0].endswith("ForCausalLM") and names[0] != type(module).__name__:

@@ -18,17 +18,17 @@ class PageTable:
 
     A pool is one model's KV cache: the target's, the draft's. The token at position i lies in slot
     blocks[i // S] * S + i % S of each. One round of two sequences, S = 4 and K = 4 drafts each; T known
-    tokens, the last of which (the bonus) has no KV, so c = T - 1; x: valid in the target, o: in the draft:
+    tokens, the last of which (the bonus) has no KV, so c = T - 1; x: valid in the target, o: in the draft. The
+    target runs in the step behind the draft's; both pools keep T + a tokens, or what they hold if that is less:
 
                                       A: T = 6, a = 1 accepted            B: T = 8, a = 4 accepted
         before                target  |xxxx|x...|                c = 5    |xxxx|xxx.|                c = 7
                               draft   |oooo|o...|                    5    |oooo|ooo.|                    7
-        reserve(c + 1 + K)            |....|....|....|         10 slots   |....|....|....|         12 slots
-        both passes           target  |xxxx|xxxx|xx..|        c + 1 + K   |xxxx|xxxx|xxxx|               12
-                              draft   |oooo|oooo|o...|        T + K - 1   |oooo|oooo|ooo.|               11
-        truncate target to c + 1 + a  |xxxx|xxx.|....|         7, 0 freed |xxxx|xxxx|xxxx|       12, 0 freed
-        truncate draft to             |oooo|ooo.|              7, 1 freed |oooo|oooo|ooo.|       11, 0 freed
-            T + min(a, K - 1)
+        reserve(T + K)                |....|....|....|         10 slots   |....|....|....|         12 slots
+        the draft's passes    draft   |oooo|oooo|o...|        T + K - 1   |oooo|oooo|ooo.|               11
+        the target's pass     target  |xxxx|xxxx|xx..|            T + K   |xxxx|xxxx|xxxx|               12
+        truncate target to T + a      |xxxx|xxx.|....|       7, 0 freed   |xxxx|xxxx|xxxx|       12, 0 freed
+        truncate draft to T + a       |oooo|ooo.|            7, 1 freed   |oooo|oooo|ooo.|       11, 0 freed
 
     Then a fork of A at 6 tokens, A's blocks being [1, 2] and 5 the next one free: the full block is shared,
     the partly filled one is copied.

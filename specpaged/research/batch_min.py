@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from typing_extensions import override
+
 from specpaged.research.gather import Gather
 from specpaged.verification.base import VerifyOutput
 
@@ -16,8 +18,9 @@ class BatchMin(Gather):
 
     name = "batch_min"
 
+    @override
     def limit(self, verified: VerifyOutput) -> VerifyOutput:
-        """See KVLayout. The last token that is kept has the bonus token's part: its KV is not kept."""
+        # The last token of each row takes the place of the bonus token: its KV goes.
         gained = [
             len(token_ids) for token_ids, failed in zip(verified.token_ids, verified.failed, strict=True) if not failed
         ]

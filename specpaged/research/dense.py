@@ -1,10 +1,12 @@
-"""Arms whose sequences keep their rows in one left-padded batch, and what they share: who moves, and where to."""
+"""KV layouts whose sequences are rows of one left-padded batch, and what they share: who moves, and where to."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
+
+from typing_extensions import override
 
 from specpaged.engine.kv_layout import KVLayout
 from specpaged.engine.scheduler import ScheduledSequence
@@ -17,11 +19,11 @@ from specpaged.research.dense_table import DenseTable
 
 
 class Move(NamedTuple):
-    """Tokens slot .. slot + length - 1 of a cache, a row's kept ones, go `shift` columns to the right (or left)."""
+    """The valid tokens of a row, in slots slot .. slot + length - 1 of a cache, go `shift` columns to the right."""
 
     slot: int
     length: int
-    shift: int
+    shift: int  # negative: to the left
 
 
 class DenseLayout(KVLayout):
@@ -50,12 +52,13 @@ class DenseLayout(KVLayout):
         self.length = 0  # L
         self.tables: list[DenseTable] = []  # of the rows that decode
 
+    @override
     def new_table(self, allocator: BlockAllocator, num_pools: int) -> DenseTable:
-        """See KVLayout."""
         return DenseTable(allocator, self.tokens_per_block, num_pools)
 
+    @override
     def place(self, entries: SequenceOf[ScheduledSequence]) -> None:
-        """See KVLayout: a new row's known tokens will end where the batch ends, or where the longest new one does."""
+        """The known tokens of a new row will end where the batch ends, or where the longest new row does."""
         new = [entry.sequence for entry in entries if entry.sequence.page_table.start is None]
         if new:
             known = self.length + 1 if self.length else 0
@@ -68,8 +71,9 @@ class DenseLayout(KVLayout):
             table = entry.sequence.page_table
             table.known_end = table.start + entry.context_len + entry.num_new_tokens
 
+    @override
     def realign(self, running: SequenceOf[Sequence]) -> None:
-        """See KVLayout: restores I1."""
+        """Restore I1."""
         tables = [
             s.page_table
             for s in running
@@ -110,8 +114,9 @@ class DenseLayout(KVLayout):
     def move(self, cache: DenseKVCache, moves: SequenceOf[Move]) -> None:
         """Do the moves, which lie in different rows, in every layer."""
 
+    @override
     def check_integrity(self) -> None:
-        """I1, and every row of the batch is somebody's own."""
+        """IntegrityError unless I1 holds, and every row of the batch is somebody's own."""
         tables = [table for table in self.tables if table.row is not None]  # the others have been aborted
         rows = [table.row for table in tables]
         if len(set(rows)) != len(rows):

@@ -9,8 +9,8 @@ from specpaged.paging.page_table import PageTable
 class DenseTable(PageTable):
     """A page table of one block, which is as wide as a whole row.
 
-    The allocator's block says who the sequence is to the arm. Where its tokens lie, position 0 in column `start` of
-    row `row`, is the arm's to say, once a step is about to write them:
+    The allocator's block says who the sequence is to its KV layout. Where its tokens lie, position 0 in column `start`
+    of row `row`, is the layout's to say, once a step is about to write them:
 
         columns        0 1 2 3 4 5 6 7 8 9
         row 3          . . . x x x x . . .      start 3, context length 4, width 10: entries (33,)

@@ -41,8 +41,8 @@ class GroupKVCache(DenseKVCache):
         ]
 
     @property
+    @override
     def tensors(self) -> list[Tensor]:
-        """See DenseKVCache."""
         return [*self.stacks, *(own for of_sequence in self.caches for own in of_sequence)]
 
 
@@ -64,7 +64,7 @@ class GroupTable(DenseTable):
         return super().truncate(pool, num_tokens)
 
     def leave(self) -> None:
-        """The row is somebody else's now."""
+        """Give up the row, which another sequence may take."""
         self.row = self.start = None
 
     @override

@@ -52,6 +52,9 @@ def check(config: EngineConfig, models: Sequence[LoadedModel]) -> None:
 def _num_columns(config: EngineConfig, models: Sequence[LoadedModel]) -> int:
     """Tokens that a dense row has room for."""
     num_columns = config.max_model_len + pages.max_draft_tokens(config)
+    if config.rollback == "group":
+        # Its rows stay where they are until the next step: new drafts run behind all that have just been accepted.
+        num_columns += pages.max_draft_tokens(config)
     if any(model.backend == "torch" for model in models):  # which reads rows beyond their end, up to its buckets
         num_columns += KV_PERIOD
     return num_columns

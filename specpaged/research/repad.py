@@ -26,6 +26,6 @@ class Repad(DenseLayout):
         for slot, length, shift in moves:
             for stack in cache.stacks:
                 old, new = (stack[:, first : first + length] for first in (slot, slot + shift))
-                parts = zip(old, new, strict=True) if old.nbytes > CACHED_BYTES else [(old, new)]
-                for padded, repadded in parts:
+                pairs = zip(old, new, strict=True) if old.nbytes > CACHED_BYTES else [(old, new)]
+                for padded, repadded in pairs:
                     repadded.copy_(padded.clone())

@@ -63,9 +63,9 @@ def _mask_tokens_(out: Tensor, rows: Sequence[Row]) -> None:
             out[r].masked_fill_(~request.token_mask[num_drafts].to(out.device), _NEG_INF)
         if request.params.allowed_token_ids is not None:
             allowed = torch.tensor(request.params.allowed_token_ids, device=out.device)
-            kept = out[r, allowed]
+            allowed_logits = out[r, allowed]
             out[r] = _NEG_INF
-            out[r, allowed] = kept
+            out[r, allowed] = allowed_logits
         banned = list(_bad_word_ends(row))
         if row.num_outputs < request.params.min_tokens:
             banned += request.stop_ids
@@ -117,8 +117,8 @@ def _penalise_(out: Tensor, rows: Sequence[Row]) -> None:
             histories[id(request)] = ids, np.fromiter((outputs[i] for i in seen), np.int64, len(seen))
         ids, count = histories[id(request)]
         if row.drafts:
-            both, place = np.unique(np.concatenate([ids, row.drafts]).astype(np.int64), return_inverse=True)
-            count = np.bincount(place, np.concatenate([count, np.ones(len(row.drafts))]), len(both)).astype(np.int64)
+            both, both_idx = np.unique(np.concatenate([ids, row.drafts]).astype(np.int64), return_inverse=True)
+            count = np.bincount(both_idx, np.concatenate([count, np.ones(len(row.drafts))]), len(both)).astype(np.int64)
             ids = both
         token_idx.append(ids)
         counts.append(count)

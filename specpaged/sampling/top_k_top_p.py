@@ -32,9 +32,9 @@ def _last_kept(x: Tensor, top_k: Tensor, top_p: Tensor, width: int) -> tuple[Ten
     """Per row: how many tokens stay, the value of the last of them, and whether `width` sorted values sufficed."""
     vocab_size = x.shape[1]
     values = x.topk(width, dim=-1).values
-    places = torch.arange(width, device=x.device)
+    ranks = torch.arange(width, device=x.device)
     row_max = values[:, :1]
-    weights = exp_weights(values, row_max).masked_fill_(places >= top_k.unsqueeze(-1), 0)
+    weights = exp_weights(values, row_max).masked_fill_(ranks >= top_k.unsqueeze(-1), 0)
     total = weights.sum(dim=-1)
     if width < vocab_size:
         unbounded = top_k > width

@@ -12,7 +12,7 @@ PACKAGES = ("specpaged", "torch", "transformers", "triton", "numpy")
 
 
 def environment(threads: int) -> dict[str, Any]:
-    """CPU, threads, load and versions, as plain data.
+    """CPU, threads, load and the packages' versions by name, as plain data.
 
     The load average is that of the moment: where it is well above 0 before a run, the run's figures mean little.
     """
@@ -22,7 +22,7 @@ def environment(threads: int) -> dict[str, Any]:
         "threads": threads,
         "load_average": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
-        "versions": {name: _version(name) for name in PACKAGES},
+        **{name: _version(name) for name in PACKAGES},
     }
 
 

@@ -44,22 +44,22 @@ class Method:
         """A method from 'schedule/rollback' or from a rollback alone, with VARIATIONS behind it; or 'plain'.
 
         Raises:
-            ValueError: naming the part that is not known, and what is allowed.
+            ValueError: naming what is not known, and what is allowed.
         """
         if text == PLAIN:
             return cls("continuous", "truncate", plain=True)
-        parts = text.split("/")
-        schedule = parts.pop(0) if parts[0] in SCHEDULES else None
-        rollback = parts.pop(0) if parts else ""
+        names = text.split("/")
+        schedule = names.pop(0) if names[0] in SCHEDULES else None
+        rollback = names.pop(0) if names else ""
         if rollback not in ROLLBACKS:
             raise ValueError(
-                f"--arms: {text!r} has no arm {rollback!r}; allowed: {', '.join(ROLLBACKS)}, each also as SCHEDULE/ARM "
-                f"with SCHEDULE one of {', '.join(SCHEDULES)}; or {PLAIN!r}"
+                f"--arms: {text!r} has no rollback method {rollback!r}; allowed: {', '.join(ROLLBACKS)}, each also as "
+                f"SCHEDULE/ROLLBACK with SCHEDULE one of {', '.join(SCHEDULES)}; or {PLAIN!r}"
             )
-        for part in parts:
-            if part not in VARIATIONS:
-                raise ValueError(f"--arms: {text!r} ends in {part!r}; allowed: {', '.join(VARIATIONS)}")
-        method = cls(schedule or SCHEDULE_OF[rollback], rollback, **{part: True for part in parts})
+        for name in names:
+            if name not in VARIATIONS:
+                raise ValueError(f"--arms: {text!r} ends in {name!r}; allowed: {', '.join(VARIATIONS)}")
+        method = cls(schedule or SCHEDULE_OF[rollback], rollback, **{name: True for name in names})
         if (method.ungrouped or method.sorted) and method.schedule != "exspec":
             raise ValueError(
                 f"--arms: {text!r}: 'ungrouped' and 'sorted' are for schedule 'exspec', which alone groups"

@@ -54,8 +54,8 @@ def bars(result: Result, path: Path, key: str, axis: str) -> Path:
     sizes = sorted({row["B"] for row in result.rows})
     width = 0.8 / len(by_label)
     for offset, (label, rows) in enumerate(by_label.items()):
-        places = [sizes.index(row["B"]) + (offset - (len(by_label) - 1) / 2) * width for row in rows]
-        axes.bar(places, [row[key] for row in rows], width, label=label)
+        positions = [sizes.index(row["B"]) + (offset - (len(by_label) - 1) / 2) * width for row in rows]
+        axes.bar(positions, [row[key] for row in rows], width, label=label)
     axes.set_xticks(range(len(sizes)), [f"B = {size}" for size in sizes])
     axes.set_ylabel(axis)
     figure.legend(fontsize=8, ncols=4, loc="outside lower center")
@@ -91,12 +91,12 @@ def shares(result: Result, path: Path, keys: tuple[str, ...]) -> Path:
     plt = _pyplot()
     rows = result.rows
     figure, axes = plt.subplots(figsize=(9, 1.5 + 0.22 * len(rows)), layout="constrained")
-    places = range(len(rows))
+    positions = range(len(rows))
     left = [0.0] * len(rows)
     for key in keys:
-        axes.barh(places, [row[key] for row in rows], left=left, label=key)
+        axes.barh(positions, [row[key] for row in rows], left=left, label=key)
         left = [before + row[key] for before, row in zip(left, rows, strict=True)]
-    axes.set_yticks(places, [f"{_label(result, row)}, B = {row['B']}" for row in rows], fontsize=7)
+    axes.set_yticks(positions, [f"{_label(result, row)}, B = {row['B']}" for row in rows], fontsize=7)
     axes.invert_yaxis()
     axes.set_xlabel("share of time, %")
     figure.legend(fontsize=8, ncols=len(keys), loc="outside lower center")
@@ -112,13 +112,13 @@ def effects(result: Result, path: Path) -> Path:
     height = 0.8 / len(sizes)
     for offset, size in enumerate(sizes):
         rows = [row for row in result.rows if row["B"] == size]
-        places = [
+        positions = [
             names.index((row["effect"].strip(), row["with"], row["without"])) + (offset - (len(sizes) - 1) / 2) * height
             for row in rows
         ]
         spans = [[row["median"] - row["min"] for row in rows], [row["max"] - row["median"] for row in rows]]
         axes.barh(
-            places, [row["median"] - 1 for row in rows], height, left=1, xerr=spans, capsize=1, label=f"B = {size}"
+            positions, [row["median"] - 1 for row in rows], height, left=1, xerr=spans, capsize=1, label=f"B = {size}"
         )
     axes.axvline(1, color="black", linewidth=0.8)
     axes.set_yticks(range(len(names)), [f"{effect}\n{a} / {b}" for effect, a, b in names], fontsize=6)

@@ -38,14 +38,14 @@ COLUMNS = (
 )
 
 
-def available_arms(device: str) -> list[str]:
+def available_rollbacks(device: str) -> list[str]:
     """The rollback methods that can run on a device."""
     return [rollback for rollback in ROLLBACKS if _why_not(rollback, device) is None]
 
 
-def check_arms(arms: Sequence[str], device: str) -> list[str]:
+def check_rollbacks(names: Sequence[str], device: str) -> list[str]:
     """The rollback methods, each once. Raises ValueError for one that is not known or cannot run on the device."""
-    rollbacks = list(dict.fromkeys(arm.strip() for arm in arms))
+    rollbacks = list(dict.fromkeys(name.strip() for name in names))
     for rollback in rollbacks:
         known = rollback in ROLLBACKS
         reason = _why_not(rollback, device) if known else f"is not known; allowed: {', '.join(ROLLBACKS)}"
@@ -113,7 +113,7 @@ def result(rows: Sequence[Row], kv_shape: KVShape, threads: int, device: str = "
 
 def run(
     *,
-    arms: Sequence[str],
+    rollbacks: Sequence[str],
     batch_sizes: Sequence[int],
     contexts: Sequence[int],
     shape: KVShape,
@@ -134,7 +134,7 @@ def run(
             raise ValueError(f"--context-lens holds {context}; allowed: {MIN_CONTEXT} or more")
     torch.set_num_threads(threads)
     rows = []
-    matrix = list(cells(arms, batch_sizes, contexts))
+    matrix = list(cells(rollbacks, batch_sizes, contexts))
     advance = progress("rollback", len(matrix))
     for cell in matrix:
         played = Round(cell, shape, device)

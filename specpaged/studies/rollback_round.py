@@ -55,7 +55,7 @@ class Cell:
 
 @dataclass(eq=False)
 class _RoundSequence:
-    """As much of a sequence as a KV layout looks at."""
+    """What a KV layout reads of a sequence."""
 
     num_tokens: int
     page_table: PageTable
@@ -91,9 +91,12 @@ class Round:
                 tensor.zero_()  # so that the memory is there
             self.kv_layout = dense_layout(cell.rollback, [cache], columns, size)
             self.allocator = BlockAllocator(size)
-        self.kept = [cell.context_before + gained for gained in cell.num_gained]
+        self.context_lens = [cell.context_before + gained for gained in cell.num_gained]
         # What they know behind the round: the last token has no KV.
-        self.sequences = [_RoundSequence(kept + 1, self.kv_layout.new_table(self.allocator, 1)) for kept in self.kept]
+        self.sequences = [
+            _RoundSequence(context_len + 1, self.kv_layout.new_table(self.allocator, 1))
+            for context_len in self.context_lens
+        ]
 
     def prepare(self) -> None:
         """Put the sequences behind the target's pass of the round: nothing of this is timed."""
@@ -132,8 +135,8 @@ class Round:
 
         For "group" it includes putting the next round's batch together.
         """
-        for sequence, kept in zip(self.sequences, self.kept, strict=True):
-            sequence.page_table.truncate(TARGET, kept)
+        for sequence, context_len in zip(self.sequences, self.context_lens, strict=True):
+            sequence.page_table.truncate(TARGET, context_len)
         self.kv_layout.copied.rollback = self.kv_layout.copied.gather = self.kv_layout.copied.other = 0
         self.kv_layout.realign(self.sequences)
         if self.cell.rollback == "group":

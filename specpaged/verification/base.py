@@ -35,7 +35,10 @@ Matched = tuple[list[list[int]], list[int], list[bool]]
 
 @dataclass(frozen=True, slots=True)
 class VerifyRows:
-    """The rows of one step: sequence i has len(draft.token_ids[i]) + 1 of them, in order."""
+    """The logits of one step, row by row: sequence i has len(draft.token_ids[i]) + 1 rows, in order.
+
+    They are the last rows of its RaggedRow: behind the last known token, and behind each draft token.
+    """
 
     logits: Tensor  # [M, V] fp32, processed
     request_idx: list[int]  # [M]

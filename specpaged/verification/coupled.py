@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from typing_extensions import override
+
 from specpaged.sampling.batch import SamplingBatch
 from specpaged.verification.base import Matched, Verifier, VerifyRows
 from specpaged.verification.greedy import accept_matching
@@ -22,7 +24,7 @@ class CoupledVerifier(Verifier):
     def __init__(self, name: str = "coupled"):
         self.name = name
 
+    @override
     def match(self, rows: VerifyRows, draft: DraftOutput, sampling: SamplingBatch) -> Matched:
-        """See Verifier.match."""
         sampled, ok = sampling.sample(rows.logits, rows.request_idx, rows.num_drafts_seen)
         return accept_matching(draft.token_ids, sampled.tolist(), ok.tolist())

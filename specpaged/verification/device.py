@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from specpaged.sampling.batch import SamplingBatch
 from specpaged.sampling.noise import ACCEPT, RECOVER, noise_keys, uniform
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
 class KernelCoupledVerifier(CoupledVerifier):
     """CoupledVerifier in one reading of the logits. More drafts of a sequence than the kernel takes are torch's."""
 
+    @override
     def match(self, rows: VerifyRows, draft: DraftOutput, sampling: SamplingBatch) -> Matched:
-        """See Verifier.match."""
         if not _fits(draft.token_ids):
             return super().match(rows, draft, sampling)
         keys = sampling.noise_keys(rows.request_idx, rows.num_drafts_seen)
@@ -35,14 +36,13 @@ class KernelCoupledVerifier(CoupledVerifier):
 class KernelRejectionVerifier(RejectionVerifier):
     """RejectionVerifier on the device; greedy batches, and more drafts than the kernel takes, are torch's."""
 
+    @override
     def match(self, rows: VerifyRows, draft: DraftOutput, sampling: SamplingBatch) -> Matched:
-        """See Verifier.match."""
         if sampling.all_greedy or not _fits(draft.token_ids):
             return super().match(rows, draft, sampling)
         device = rows.logits.device
-        places = zip(rows.request_idx, rows.num_drafts_seen, strict=True)
         seeds = [sampling.requests[i].seed for i in rows.request_idx]
-        output_idx = [sampling.output_idx(i, seen) for i, seen in places]
+        output_idx = list(map(sampling.output_idx, rows.request_idx, rows.num_drafts_seen))
         uniforms = [uniform(seed, t, ACCEPT) for seed, t in zip(seeds, output_idx, strict=True)]
         return _matched(
             reject(
@@ -82,11 +82,11 @@ def _packed_probs(draft: DraftOutput, logits: Tensor) -> Tensor | None:
     """[M - B, V] fp32; None if no request brings any. A draft without was certain of its tokens."""
     if all(probs is None for probs in draft.probs):
         return None
-    parts = []
+    rows_of_drafts = []
     for token_ids, probs in zip(draft.token_ids, draft.probs, strict=True):
         if token_ids and probs is None:
             column = torch.tensor(token_ids, device=logits.device).unsqueeze(-1)
             probs = logits.new_zeros(len(token_ids), logits.shape[1]).scatter_(1, column, 1.0)
         if token_ids:
-            parts.append(probs)
-    return torch.cat(parts)
+            rows_of_drafts.append(probs)
+    return torch.cat(rows_of_drafts)

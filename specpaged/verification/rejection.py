@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from specpaged.sampling.batch import SamplingBatch
 from specpaged.sampling.elementwise import log_fp32_
@@ -31,8 +32,8 @@ class RejectionVerifier(Verifier):
 
     name = "rejection"
 
+    @override
     def match(self, rows: VerifyRows, draft: DraftOutput, sampling: SamplingBatch) -> Matched:
-        """See Verifier.match."""
         drafts, processed = draft.token_ids, rows.logits
         sampled, ok = (x.tolist() for x in sampling.sample(processed, rows.request_idx, rows.num_drafts_seen))
         token_ids, num_accepted, failed = accept_matching(drafts, sampled, ok)
@@ -52,8 +53,10 @@ class RejectionVerifier(Verifier):
             draft_chances = draft_probs.gather(1, column).squeeze(-1).tolist()
             rejected: list[tuple[int, int]] = []  # (request, packed row)
             for i, row, first in chosen:
-                part = slice(first, first + len(drafts[i]))
-                accepted = _num_accepted(sampling, i, target_chances[part], draft_chances[part], ok[row:])
+                rows_of_draft = slice(first, first + len(drafts[i]))
+                accepted = _num_accepted(
+                    sampling, i, target_chances[rows_of_draft], draft_chances[rows_of_draft], ok[row:]
+                )
                 failed[i] = not ok[row + accepted]
                 num_accepted[i] = accepted
                 token_ids[i] = drafts[i][:accepted] if failed[i] else [*drafts[i][:accepted], sampled[row + accepted]]
@@ -71,14 +74,14 @@ class RejectionVerifier(Verifier):
 
 def _draft_probs(draft: DraftOutput, indices: Sequence[int], like: Tensor) -> Tensor:
     """Draft probabilities of the packed rows; all on its token where a draft brings none."""
-    parts = []
+    rows_of_drafts = []
     for i in indices:
         probs = draft.probs[i]
         if probs is None:
             column = torch.tensor(draft.token_ids[i], device=like.device).unsqueeze(-1)
             probs = torch.zeros(len(column), like.shape[1], device=like.device).scatter_(1, column, 1.0)
-        parts.append(probs)
-    return torch.cat(parts)
+        rows_of_drafts.append(probs)
+    return torch.cat(rows_of_drafts)
 
 
 def _num_accepted(

@@ -19,39 +19,39 @@ def apply_grammar(
     logits: Tensor,  # [M, V] fp32
     drafts: Sequence[Sequence[int]],
     requests: Sequence[SamplingRequest],
-    places: Mapping[str, int],
+    request_idx: Mapping[str, int],
     num_scheduled: Mapping[str, int],
     max_rows: int,
     grammar: GrammarOutput,
 ) -> tuple[Tensor, list[list[int]], list[SamplingRequest]]:
     """The rows that the grammars have ruled over with the drafts between them, and requests with their token masks.
 
-    Sequence i owns len(drafts[i]) + 1 rows; `places` says which i a request is, and `num_scheduled` how many drafts
-    vLLM scheduled for it: as many rows, and one, its bitmask has (since vLLM 0.33 `max_rows`, used or not). Rows behind
-    drafts that the grammar has not seen are dropped. A (drafts 5 6, of which the grammar saw one) and B (none), A alone
-    under a grammar:
+    Sequence i owns len(drafts[i]) + 1 rows; `request_idx` says which i a request is, and `num_scheduled` how many
+    drafts vLLM scheduled for it: as many rows, and one, its bitmask has (since vLLM 0.33 `max_rows`, used or not). Rows
+    behind drafts that the grammar has not seen are dropped. A (drafts 5 6, of which the grammar saw one) and B (none),
+    A alone under a grammar:
 
         rows       A0 A1 A2 B0         bitmask rows   A0 A1 A2
-        rows kept  A0 A1    B0         A's draft      5            A's token mask   A0 A1
+        row_idx    A0 A1    B0         A's draft      5            A's token mask   A0 A1
     """
-    kept, ruled = [list(draft) for draft in drafts], list(requests)
+    ruled_drafts, ruled_requests = [list(draft) for draft in drafts], list(requests)
     acceptable = grammar.num_acceptable_drafts or [0] * len(grammar.structured_output_request_ids)
     has_strides = len(grammar.grammar_bitmask) == max_rows * len(acceptable)
     row = 0
     for request_id, num_acceptable in zip(grammar.structured_output_request_ids, acceptable, strict=True):
-        i = places.get(request_id)
+        i = request_idx.get(request_id)
         if i is not None:
-            del kept[i][num_acceptable:]
-            words = torch.from_numpy(grammar.grammar_bitmask[row : row + len(kept[i]) + 1]).to(logits.device)
-            ruled[i] = replace(requests[i], token_mask=unpacked(words, logits.shape[1]))
+            del ruled_drafts[i][num_acceptable:]
+            words = torch.from_numpy(grammar.grammar_bitmask[row : row + len(ruled_drafts[i]) + 1]).to(logits.device)
+            ruled_requests[i] = replace(requests[i], token_mask=unpacked(words, logits.shape[1]))
         row += max_rows if has_strides else 1 + num_scheduled.get(request_id, 0)
-    kept_rows, start = [], 0
-    for draft, kept_draft in zip(drafts, kept, strict=True):
-        kept_rows += range(start, start + len(kept_draft) + 1)
+    row_idx, start = [], 0
+    for draft, ruled_draft in zip(drafts, ruled_drafts, strict=True):
+        row_idx += range(start, start + len(ruled_draft) + 1)
         start += len(draft) + 1
-    if len(kept_rows) < len(logits):
-        logits = logits[torch.tensor(kept_rows, device=logits.device)]
-    return logits, kept, ruled
+    if len(row_idx) < len(logits):
+        logits = logits[torch.tensor(row_idx, device=logits.device)]
+    return logits, ruled_drafts, ruled_requests
 
 
 def unpacked(words: Tensor, vocab_size: int) -> Tensor:

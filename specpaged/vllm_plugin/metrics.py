@@ -43,8 +43,8 @@ class MetricsExport:
         """Export what has been counted since the last call: to be called after each step."""
         for name in COUNTERS:
             self._count((name,), getattr(metrics, name))
-        for place, total in enumerate(metrics.accepted_per_position):
-            self._count(("accepted_tokens_per_position", str(place)), total)
+        for position, total in enumerate(metrics.accepted_per_position):
+            self._count(("accepted_tokens_per_position", str(position)), total)
         for stage, total in metrics.seconds.items():
             self._count(("stage_seconds", stage), total)
         self._unverified.set(metrics.unverified_kv_tokens)
@@ -68,10 +68,10 @@ def line(metrics: EngineMetrics) -> str:
     total = sum(metrics.seconds.values()) or 1.0
     parts = [f"{metrics.rounds} rounds"]
     if metrics.draft_tokens:
-        places = "/".join(map(str, metrics.accepted_per_position))
+        per_position = "/".join(map(str, metrics.accepted_per_position))
         parts.append(
-            f"{metrics.acceptance_rate:.1%} of {metrics.draft_tokens} draft tokens accepted (by place {places}), "
-            f"{metrics.rolled_back_tokens} tokens rolled back"
+            f"{metrics.acceptance_rate:.1%} of {metrics.draft_tokens} draft tokens accepted "
+            f"(by position {per_position}), {metrics.rolled_back_tokens} tokens rolled back"
         )
     parts.append(", ".join(f"{stage} {seconds / total:.0%}" for stage, seconds in metrics.seconds.items()))
     return "; ".join(parts)

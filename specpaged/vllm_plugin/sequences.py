@@ -28,7 +28,7 @@ PLACEHOLDER_TOKEN_ID = -1  # what vLLM puts where it does not know a draft token
 
 
 class Sequences:
-    """Those that vLLM has scheduled and not ended, by its request ids."""
+    """The sequences of the requests that vLLM has scheduled and not ended, by its request ids."""
 
     def __init__(
         self,
@@ -139,7 +139,10 @@ class Sequences:
         return replace(request, params=params, prompt_token_ids=prompt_token_ids)
 
     def _restart(self, request_id: str, token_ids: SequenceOf[int], blocks: SequenceOf[int], num_tokens: int) -> None:
-        """These tokens, these blocks, and valid KV of so many: whoever filled a cached block did so in every pool."""
+        """Give a sequence these tokens and these blocks, which hold valid KV of its first num_tokens tokens.
+
+        Whoever filled a cached block did so in every pool.
+        """
         sequence = self._sequences[request_id]
         sequence.token_ids[:] = token_ids
         sequence.output_token_ids[:] = token_ids[sequence.num_prompt_tokens :]
@@ -202,6 +205,6 @@ class Sequences:
 
 
 def _known(token_ids: SequenceOf[int]) -> list[int]:
-    """Those before the first placeholder."""
+    """The draft tokens before the first placeholder."""
     known = list(token_ids)
     return known[: known.index(PLACEHOLDER_TOKEN_ID)] if PLACEHOLDER_TOKEN_ID in known else known

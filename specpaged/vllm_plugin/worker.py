@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import psutil
 import torch
 import vllm
+from typing_extensions import override
 from vllm.distributed import ensure_model_parallel_initialized, get_tp_group, init_distributed_environment
 from vllm.logger import init_logger
 from vllm.platforms.interface import set_assigned_physical_gpu_ids
@@ -62,8 +63,8 @@ class SpecPagedWorker(WorkerBase):
         self.pair: ModelPair | None = None
         self.model_runner: SpecPagedModelRunner | None = None
 
+    @override
     def init_device(self) -> None:
-        """See WorkerBase."""
         kind = self.current_platform.device_type
         if kind == "cuda":
             self.device = torch.device("cuda", self._device_index())
@@ -75,7 +76,10 @@ class SpecPagedWorker(WorkerBase):
         self.shard = self._shard()
 
     def _device_index(self) -> int:
-        """As vLLM's own worker: engines side by side share a machine's devices, of which `--device-ids` names some."""
+        """The index that vLLM's own worker would take: engines side by side share a machine's devices.
+
+        `--device-ids` names some of them.
+        """
         parallel = self.vllm_config.parallel_config
         rank = self.local_rank
         if (
@@ -105,8 +109,8 @@ class SpecPagedWorker(WorkerBase):
         group = get_tp_group()
         return Shard(group.rank_in_group, group.world_size, all_gather=lambda x: group.all_gather(x, dim=-1))
 
+    @override
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
-        """See WorkerBase."""
         if load_dummy_weights:
             raise ValueError("dummy weights are not supported under specpaged's worker")
         self.pair = ModelPair.load(self.engine_config, self.shard)
@@ -160,8 +164,8 @@ class SpecPagedWorker(WorkerBase):
             )
         return max(0, asked - (self.free_bytes - free) - step)
 
+    @override
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
-        """See WorkerBase."""
         (group,) = kv_cache_config.kv_cache_groups
         block_size = group.kv_cache_spec.block_size
         num_blocks = kv_cache_config.num_blocks - 1  # without the null block
@@ -207,8 +211,8 @@ class SpecPagedWorker(WorkerBase):
         """Nothing to compile: kernels were built, and checked, in loading."""
         return CompilationTimes(language_model=0.0, encoder=0.0)
 
+    @override
     def get_supported_tasks(self) -> tuple[str, ...]:
-        """See WorkerBase."""
         return ("generate",)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
@@ -231,13 +235,13 @@ class SpecPagedWorker(WorkerBase):
         """The target's decoder."""
         return self.pair.target.decoder
 
+    @override
     def synchronize_device(self) -> None:
-        """See WorkerBase."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def reset_mm_cache(self) -> None:
-        """There is none."""
+        """No model that is served takes images or sound: nothing of them is cached."""
 
     def reset_encoder_cache(self) -> None:
-        """There is none."""
+        """No model that is served has an encoder: nothing of one is cached."""

@@ -16,7 +16,7 @@ def make_llm(pair: toys.Pair, **arguments) -> LLM:
 )
 def test_dense_rows_are_as_wide_as_a_sequence_and_its_drafts(toy_pair, rollback, num_rows, num_sequences):
     schedule = {"schedule": "exspec", "window": 5} if rollback == "group" else {}
-    columns = 40 + 4
+    columns = 40 + (4 + 4 if rollback == "group" else 4)  # group: drafts run behind drafts, before rows are placed anew
     bytes_of_all = num_rows * columns * 2 * 512  # both models have 512 bytes a token
     llm = make_llm(toy_pair, rollback=rollback, kv_cache_memory_bytes=bytes_of_all, **schedule)
     caches = [llm.engine.target.kv_cache, llm.engine.draft.kv_cache]

@@ -30,17 +30,17 @@ def test_one_round_of_two_sequences():
     a.reserve(10)
     b.reserve(12)
     assert (a.blocks, b.blocks) == ([1, 2, 5], [3, 4, 6])
-    a.advance(TARGET, 5)
     a.advance(DRAFT, 4)
-    b.advance(TARGET, 5)
     b.advance(DRAFT, 4)
+    a.advance(TARGET, 5)
+    b.advance(TARGET, 5)
     # A target |xxxx|xxxx|xx..|       B target |xxxx|xxxx|xxxx|
     #   draft  |oooo|oooo|o...|         draft  |oooo|oooo|ooo.|
     assert (a.context_lens, b.context_lens) == ([10, 9], [12, 11])
-    assert a.truncate(TARGET, 5 + 1 + 1) == 0  # A accepts 1: the draft's d3 still lies in block 5
-    assert a.truncate(DRAFT, 6 + min(1, 3)) == 1
-    assert b.truncate(TARGET, 7 + 1 + 4) == 0  # B accepts 4
-    assert b.truncate(DRAFT, 8 + min(4, 3)) == 0
+    assert a.truncate(TARGET, 6 + 1) == 0  # A accepts 1: the draft's d3 still lies in block 5
+    assert a.truncate(DRAFT, min(9, 6 + 1)) == 1
+    assert b.truncate(TARGET, 8 + 4) == 0  # B accepts 4
+    assert b.truncate(DRAFT, min(11, 8 + 4)) == 0
     # A target |xxxx|xxx.|            B target |xxxx|xxxx|xxxx|
     #   draft  |oooo|ooo.|              draft  |oooo|oooo|ooo.|
     assert (a.blocks, a.context_lens) == ([1, 2], [7, 7])

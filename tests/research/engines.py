@@ -1,4 +1,4 @@
-"""Arms in engines: toy models, every pair of schedule and arm, requests of all kinds."""
+"""Dense KV layouts in engines: toy models, every pair of schedule and rollback method, requests of all kinds."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from specpaged.paging.page_table import TARGET
 from specpaged.research.alignment import aligned_length
 from tests.research.world import MAX_MODEL_LEN, K, World
 
-ARMS = pytest.mark.parametrize("arm", ["repad", "gather", "compact", "batch_min"])
+ROLLBACKS = pytest.mark.parametrize("rollback", ["repad", "gather", "compact", "batch_min"])
 PAD = "."
 
 
@@ -39,13 +39,13 @@ def test_the_papers_example():
     assert [line.page_table.start - start for line, start in zip(lines, starts, strict=True)] == [4, 4, 0]
 
 
-@ARMS
+@ROLLBACKS
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
-def test_a_fixed_batch_obeys_i1_and_i2_and_moves_who_must(arm, data):
+def test_a_fixed_batch_obeys_i1_and_i2_and_moves_who_must(rollback, data):
     """Against rows that are taken apart and padded anew, column by column."""
     batch_size = data.draw(st.integers(1, 4))
-    world = World(arm, batch_size)
+    world = World(rollback, batch_size)
     lines = [world.add(data.draw(st.integers(1, 12))) for _ in range(batch_size)]
     rows = {
         line: padded([(line.name, j) for j in range(line.num_tokens)], max(x.num_tokens for x in lines))
@@ -70,7 +70,7 @@ def test_a_fixed_batch_obeys_i1_and_i2_and_moves_who_must(arm, data):
             moves = rows[line] != padded(unpadded[line], after)
             grown = len(rows[line]) - before  # a_i, but in the round of its prefill, which is aligned beforehand
             assert moves == (grown != after - before)
-            expected_bytes += moves * world.kept_bytes(line) * (1 if arm == "compact" else 2)
+            expected_bytes += moves * world.kept_bytes(line) * (1 if rollback == "compact" else 2)
             rows[line] = padded(unpadded[line], after)
         world.realign()
         for line in lines:
@@ -82,11 +82,11 @@ def test_a_fixed_batch_obeys_i1_and_i2_and_moves_who_must(arm, data):
     assert world.kv_layout.copied.gather == world.kv_layout.copied.other == 0
 
 
-@pytest.mark.parametrize("arm", ["repad", "gather", "compact"])
+@pytest.mark.parametrize("rollback", ["repad", "gather", "compact"])
 @pytest.mark.parametrize("seed", range(4))
-def test_rows_come_and_go_and_stay_aligned(arm, seed):
+def test_rows_come_and_go_and_stay_aligned(rollback, seed):
     rng = random.Random(seed)
-    world = World(arm, 3)
+    world = World(rollback, 3)
     for _ in range(40):
         while len(world.lines) < 3 and rng.random() < 0.7:
             world.add(rng.randint(1, 20))

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
+from specpaged import SamplingParams
 from specpaged.paging.block_allocator import IntegrityError
 from specpaged.paging.page_table import DRAFT
+from tests.research.engines import make_llm
 from tests.research.world import MAX_MODEL_LEN, K, World
 
 
@@ -86,3 +89,26 @@ def test_what_is_not_in_a_sequences_own_cache_is_found():
     with pytest.raises(IntegrityError, match=r"\[0, 0\] of its \[7, 0\] tokens"):
         world.kv_layout.check_integrity()
     world.realign()
+
+
+@pytest.mark.parametrize("schedule", ["continuous", "eqspec", "exspec"])
+def test_drafts_behind_accepted_drafts_stay_within_their_row(toy_pair, schedule, monkeypatch):
+    """A short sequence accepts all of its drafts beside one that is as long as sequences get, and drafts again."""
+    k, params = 5, {"temperature": 0, "ignore_eos": True}
+    llm = make_llm(replace(toy_pair, draft=toy_pair.target), schedule, "group", k=k, max_num_seqs=2)
+    engine, ends = llm.engine, []
+    propose, cache = engine.speculative_step.drafter.propose, engine.draft.kv_cache
+
+    def watched(rows, sampling):
+        for row in rows:
+            column = row.blocks[0] % cache.num_columns
+            ends.append(column + row.context_len + len(row.token_ids) + max(0, row.num_draft_tokens - 1))
+        return propose(rows, sampling)
+
+    monkeypatch.setattr(engine.speculative_step.drafter, "propose", watched)
+    for length in range(30, 47):
+        prompts = [{"prompt_token_ids": list(range(1, length + 1))}, {"prompt_token_ids": [3, 4, 5, 6]}]
+        counts = (48 - length, 30)
+        llm.generate(prompts, [SamplingParams(max_tokens=n, **params) for n in counts], use_tqdm=False)
+    assert llm.metrics.accepted_tokens > 100
+    assert 48 + k < max(ends) <= cache.num_columns

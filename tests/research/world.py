@@ -1,4 +1,4 @@
-"""Arms without a model: KV whose every element says which token of which sequence it is."""
+"""Dense KV layouts without a model: KV whose every element says which token of which sequence it is."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SPECS = (KVSpec(((1, 2), (2, 3), (1, 2))), KVSpec(((1, 4),)))  # target's, draft
 
 @dataclass(eq=False)
 class Line:
-    """What an arm knows of a sequence."""
+    """What a KV layout knows of a sequence."""
 
     name: int
     num_tokens: int
@@ -31,19 +31,20 @@ class Line:
 
 
 class World:
-    """Sequences under one arm, whose rounds are played by hand."""
+    """Sequences under one KV layout, whose rounds are played by hand."""
 
-    def __init__(self, arm: str, num_rows: int, num_sequences: int | None = None):
+    def __init__(self, rollback: str, num_rows: int, num_sequences: int | None = None):
         num_sequences = num_sequences or num_rows
         columns, dtype = MAX_MODEL_LEN + K, torch.float32
-        if arm == "group":
+        if rollback == "group":
+            columns += K
             self.caches = [GroupKVCache(spec, num_rows, columns, dtype, "cpu", num_sequences) for spec in SPECS]
         else:
             self.caches = [DenseKVCache(spec, num_rows, columns, dtype, "cpu") for spec in SPECS]
         for cache in self.caches:
             for stack in cache.stacks:
                 stack.fill_(float("nan"))
-        self.kv_layout = dense_layout(arm, self.caches, MAX_MODEL_LEN, num_rows)
+        self.kv_layout = dense_layout(rollback, self.caches, MAX_MODEL_LEN, num_rows)
         self.allocator = BlockAllocator(num_sequences)
         self.lines: list[Line] = []
         self.num_lines = 0
@@ -117,6 +118,7 @@ class World:
 
     def _write(self, line: Line, pool: int, length: int) -> None:
         table, cache = line.page_table, self.caches[pool]
+        assert table.start + length <= cache.num_columns
         for position in range(table.context_lens[pool], length):
             for layer in cache.layers:
                 layer[table.entries[0] + position] = self.marker(line, pool, position)

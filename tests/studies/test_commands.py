@@ -164,7 +164,10 @@ def test_rollback_needs_no_model(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("throughput", "--arms", "truncate,repat"), "--arms: 'repat' has no arm 'repat'; allowed: truncate, repad"),
+        (
+            ("throughput", "--arms", "truncate,repat"),
+            "--arms: 'repat' has no rollback method 'repat'; allowed: truncate, repad",
+        ),
         (
             ("equivalence", "--arms", "group", "--batch-sizes", "4,16", "--window", "8"),
             "window=8 must be at least max_num_",

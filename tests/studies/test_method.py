@@ -33,9 +33,9 @@ def test_a_method_that_is_named_twice_runs_once():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("repat", "'repat' has no arm 'repat'; allowed: truncate, repad, gather"),
-        ("eqspec", "'eqspec' has no arm ''; allowed"),
-        ("", "'' has no arm ''"),
+        ("repat", "'repat' has no rollback method 'repat'; allowed: truncate, repad, gather"),
+        ("eqspec", "'eqspec' has no rollback method ''; allowed"),
+        ("", "'' has no rollback method ''"),
         ("eqspec/repad/cached", "'eqspec/repad/cached' ends in 'cached'; allowed: uncached, ungrouped"),
         ("repad/ungrouped", "'repad/ungrouped': 'ungrouped' and 'sorted' are for schedule 'exspec'"),
     ],

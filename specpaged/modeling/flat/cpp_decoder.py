@@ -106,13 +106,13 @@ class CppDecoder(nn.Module):
         logprobs = torch.empty(sum(sizes), dtype=torch.float32).split_with_sizes(sizes)
         drafted = [DraftedTokens(*tensors) for tensors in zip(token_ids, logprobs, strict=True)]
         steps = (kernel.Step * len(batches))()
-        for step, batch, rows, found in zip(steps, batches, source_idx, drafted, strict=True):
+        for step, batch, rows, output in zip(steps, batches, source_idx, drafted, strict=True):
             step.call = self._call(batch, len(batch.positions))  # a batch has no tokens of its own but for the first
             step.positions = batch.positions.data_ptr()
             step.logits_idx = batch.logits_idx.data_ptr()
             step.source_idx = None if rows is None else rows.data_ptr()
             step.num_logits = len(batch.logits_idx)
-            step.token_ids, step.logprobs = found.token_ids.data_ptr(), found.logprobs.data_ptr()
+            step.token_ids, step.logprobs = output.token_ids.data_ptr(), output.logprobs.data_ptr()
         pools = self._pools(kv_layers)
         outside = self._greedy_function(
             ctypes.addressof(self._struct), ctypes.addressof(steps), len(steps), ctypes.addressof(pools),

@@ -1,7 +1,7 @@
 """The flat decoder: a family's model as one function of packed rows.
 
 Per layer four matrix products (query, key and value in one; gate and up in one), attention, and between them row-wise
-parts that each are one kernel where we have it.
+operations that each are one kernel where we have it.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class FlatLayer(nn.Module):
 
 
 class FlatDecoder(nn.Module):
-    """A Decoder (see `source`) whose layers' parts are called one by one."""
+    """A Decoder (see `source`) that calls the operations of its layers one by one."""
 
     def __init__(
         self,

@@ -158,7 +158,7 @@ class FlatSource(Source):
         if self.shard is not None:
             linears |= {name: GatheredLinear(linears[name], self.shard) for name in ("o", "down")}
         norms = {
-            place: ops.norm(tensors[f"{name}.weight"]) for place, name in vars(config.norms).items() if name is not None
+            role: ops.norm(tensors[f"{name}.weight"]) for role, name in vars(config.norms).items() if name is not None
         }
         head_weight = None
         if config.qk_norm:
