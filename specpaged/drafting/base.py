@@ -21,8 +21,9 @@ class DraftRow:
     `context_len` on); `blocks` covers them and `num_draft_tokens - 1` slots more. With `num_draft_tokens` = 0
     the drafter only catches up; otherwise `request_idx` is the sequence's place in the sampling batch.
 
-    A drafter that reads the target gets the hidden states of the known tokens which the target has just run: of those
-    at positions `hidden_position`, `hidden_position` + 1, ... A sequence of 8 known tokens, of which the target has run
+    A drafter that reads the target gets the hidden states of the known tokens which the target has just run, in every
+    step that the sequence goes on from, whether or not it drafts or has tokens to catch up with: of those at positions
+    `hidden_position`, `hidden_position` + 1, ... A sequence of 8 known tokens, of which the target has run
     the last but one, 2 drafts that stand (now known tokens, too) and one that was rejected; the newest token it has not
     run yet:
 
@@ -61,8 +62,8 @@ class Drafter(Protocol):
     def propose(self, rows: Sequence[DraftRow], sampling: SamplingBatch) -> list[Draft]:
         """A draft for each sequence of `sampling`, in its order, by the rows that name them in `request_idx`.
 
-        The drafter's KV of all rows is brought up to date: afterwards its pool holds KV for `token_ids` of every row,
-        then for d1 .. d(k-1).
+        Each has as many tokens as its row asks for, or fewer, or none. The drafter's KV of all rows is brought up to
+        date: afterwards its pool holds KV for `token_ids` of every row, then for the draft's tokens but the last.
         """
         ...
 
