@@ -23,10 +23,11 @@ class DraftRow:
     `context_len` on); `blocks` covers them and `num_draft_tokens - 1` slots more. With `num_draft_tokens` = 0
     the drafter only catches up; otherwise `request_idx` is the sequence's index in the sampling batch.
 
-    A drafter that reads the target gets the hidden states of the known tokens that the target has just run: of those
-    at positions `hidden_position`, `hidden_position` + 1, ... Of a sequence of 9 known tokens the target has just run
-    three, one that was known before and 2 drafts that stand, and beside them a draft that was rejected; it has not run
-    the newest one yet:
+    A drafter that reads the target gets the hidden states of the known tokens that the target has just run, in every
+    step that the sequence goes on from, whether or not it drafts or has tokens to catch up with: of those at positions
+    `hidden_position`, `hidden_position` + 1, ... Of a sequence of 9 known tokens the target has just run three, one that
+    was known before and 2 drafts that stand, and beside them a draft that was rejected; it has not run the newest one
+    yet:
 
         position         0 .. 4 | 5  6  7 | 8          hidden_position 5, 3 rows
                                 | run     | bonus      token_ids: those from the drafter's context_len on, to 8
@@ -63,8 +64,8 @@ class Drafter(Protocol):
     def propose(self, rows: Sequence[DraftRow], sampling: SamplingBatch) -> list[Draft]:
         """A draft for each sequence of `sampling`, in its order, by the rows that name them in `request_idx`.
 
-        The drafter's KV of all rows is brought up to date: afterwards its pool holds KV for `token_ids` of every row,
-        then for d1 .. d(k-1).
+        Each has as many tokens as its row asks for, or fewer, or none. The drafter's KV of all rows is brought up to
+        date: afterwards its pool holds KV for `token_ids` of every row, then for the draft's tokens but the last.
         """
         ...
 

@@ -125,7 +125,7 @@ class SpeculativeStep:
                 if entry.samples:
                     num_kept = self._emit(entry, *next(results))
                 sequence.page_table.advance(TARGET, entry.num_new_tokens + entry.num_draft_tokens)
-                if entry.draft or sequence.draft:  # a host may have had its own verified
+                if sequence.draft or entry.draft:  # a host may bring a draft that is not the sequence's own
                     rollbacks.append((entry, entry.num_known + num_kept))
                     sequence.draft = NO_DRAFT
             for i in verified.rescored:
@@ -160,7 +160,8 @@ class SpeculativeStep:
             drafts = self.drafter.propose(rows, sampling)
             for row, table in zip(rows, tables, strict=True):
                 if row.token_ids:
-                    table.advance(DRAFT, len(row.token_ids) + max(0, row.num_draft_tokens - 1))
+                    num_drafted = len(drafts[row.request_idx]) if row.num_draft_tokens > 0 else 0
+                    table.advance(DRAFT, len(row.token_ids) + max(0, num_drafted - 1))
             if self.agree is not None:
                 agreed = self.agree([list(draft.token_ids) for draft in drafts])
                 drafts = [replace(draft, token_ids=ids) for draft, ids in zip(drafts, agreed, strict=True)]
@@ -203,9 +204,12 @@ class SpeculativeStep:
         if not again:
             return verified
         entries = [replace(sampled[i], draft=NO_DRAFT) for i in again]
-        logits = self._run_target(entries, argmax=False).logits
+        rescored = self._run_target(entries, argmax=False)
+        scored.hidden_states.update(rescored.hidden_states)  # the spoiled ones are nobody's
         drafts = DraftOutput.of([NO_DRAFT] * len(again))
-        alone = self.verifier.verify(logits, drafts, self.sampling([scored.sampling.requests[i] for i in again]))
+        alone = self.verifier.verify(
+            rescored.logits, drafts, self.sampling([scored.sampling.requests[i] for i in again])
+        )
         token_ids, num_accepted = list(verified.token_ids), list(verified.num_accepted)
         failed, logprobs = list(verified.failed), list(verified.logprobs)
         for j, i in enumerate(again):
@@ -244,22 +248,21 @@ class SpeculativeStep:
     ) -> DraftRow | None:
         """What the drafter has to do for a sequence that has just been committed; None if nothing.
 
-        Behind a prefill it runs what the target has run, drafts or not: that KV may be shared.
+        Behind a prefill it runs what the target has run, drafts or not: that KV may be shared. Hidden states reach it
+        in any case, as they do not come again.
         """
         sequence, table = entry.sequence, entry.sequence.page_table
-        if len(table.context_lens) <= DRAFT:  # a drafter without KV
-            return DraftRow(sequence, (), 0, (), k, request_idx) if k > 0 else None
-        start = table.context_lens[DRAFT]
         in_prefill = entry.num_new_tokens > 1 or not entry.samples
-        if k > 0:
-            end = sequence.num_tokens
-        elif self.follows_target or (in_prefill and sequence.max_draft_tokens > 0):
-            end = table.context_lens[TARGET]
-        else:
+        reads = hidden is not None and not sequence.has_ended
+        catches_up = self.follows_target or (sequence.max_draft_tokens > 0 and (in_prefill or reads))
+        if sequence.error is not None or not (k > 0 or catches_up):
             return None
-        if end <= start or sequence.error is not None:
-            return None
-        position = entry.context_len
+        start, token_ids, blocks = 0, (), ()
+        if len(table.context_lens) > DRAFT:  # the drafter has KV
+            start, blocks = table.context_lens[DRAFT], table.entries
+            token_ids = sequence.token_ids[start : sequence.num_tokens if k > 0 else table.context_lens[TARGET]]
         if hidden is not None:
-            hidden = hidden.first(table.context_lens[TARGET] - position)
-        return DraftRow(sequence, sequence.token_ids[start:end], start, table.entries, k, request_idx, hidden, position)
+            hidden = hidden.first(table.context_lens[TARGET] - entry.context_len)
+        elif k == 0 and not token_ids:
+            return None
+        return DraftRow(sequence, token_ids, start, blocks, k, request_idx, hidden, entry.context_len)

@@ -168,7 +168,7 @@ class ContinuousScheduler:
                     return False
 
     def _release_draft(self) -> bool:
-        """Give back the blocks of the youngest draft that has any of its own; False if there is none."""
+        """Give back the youngest sequence's blocks that are for drafts alone; False if nobody has any."""
         for sequence in reversed(self.running):
             if self._num_draft_blocks(sequence):
                 table, num_tokens = sequence.page_table, self._num_tokens_without_draft(sequence)
@@ -180,13 +180,12 @@ class ContinuousScheduler:
         return False
 
     def _num_draft_blocks(self, sequence: Sequence) -> int:
-        """Blocks that a sequence holds for its draft alone."""
-        if not sequence.draft:
-            return 0
-        return len(sequence.page_table.blocks) - -(-self._num_tokens_without_draft(sequence) // self.block_size)
+        """Blocks that a sequence holds for drafts alone: those of its draft, and what that was expected to need."""
+        num_needed = -(-self._num_tokens_without_draft(sequence) // self.block_size)
+        return max(0, len(sequence.page_table.blocks) - num_needed)
 
     def _num_tokens_without_draft(self, sequence: Sequence) -> int:
-        """Slots that a sequence with a draft needs without it: one for its last known token only if that runs now."""
+        """Slots that a sequence needs without drafts: one for its last known token only if that runs now."""
         return sequence.num_tokens if sequence in self._num_new_tokens else sequence.page_table.context_lens[TARGET]
 
     def _preempt(self, sequence: Sequence) -> None:

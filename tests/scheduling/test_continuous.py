@@ -40,7 +40,7 @@ def test_every_step_keeps_its_limits_and_everybody_finishes(lengths, num_blocks,
             assert entry.num_draft_tokens == 0 or entry.samples
             room = entry.sequence.params.max_tokens - len(entry.sequence.output_token_ids)
             assert entry.num_draft_tokens <= max(0, min(k, room - 1))
-        run_step(scheduler, step, lambda drafts: rng.randint(0, drafts))
+        run_step(scheduler, step, lambda drafts: rng.randint(0, drafts), lambda asked: rng.randint(0, asked))
         scheduler.check_integrity()
     assert all(sequence.status is SequenceStatus.FINISHED for sequence in sequences)
     assert scheduler.allocator.num_free == num_blocks
@@ -67,6 +67,27 @@ def test_drafts_never_preempt_anybody():
     run_step(scheduler, scheduler.schedule(), lambda _: 0)
     step = scheduler.schedule()  # 11 known tokens each, 3 blocks each: one slot left for a draft
     assert [entry.num_draft_tokens for entry in step.entries] == [1, 1]
+    assert scheduler.num_preemptions == 0
+
+
+@pytest.mark.parametrize("num_drafts", [0, 1, 3], ids="{} of 3 made".format)
+def test_slots_for_drafts_keep_nobody_waiting_and_preempt_nobody(num_drafts):
+    """Made or not: the drafter may propose fewer than there are slots for."""
+    scheduler = make_scheduler(num_blocks=5, budget=64, k=3)
+    for name in ("a", "b"):
+        make_sequence(scheduler, name, 7, max_tokens=20)
+    step = scheduler.schedule()
+    run_step(scheduler, step, lambda _: 0, lambda _: num_drafts)  # 8 known tokens each, and a block for drafts of a's
+    assert scheduler.allocator.num_free == 0
+    make_sequence(scheduler, "c", 4)
+    step = scheduler.schedule()
+    assert [(e.sequence.request_id, e.num_draft_tokens) for e in step.entries] == [
+        ("a", 0),
+        ("b", 0),
+        ("c", 0),
+    ]
+    run_step(scheduler, step, lambda _: 0)
+    scheduler.check_integrity()
     assert scheduler.num_preemptions == 0
 
 

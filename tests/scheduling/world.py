@@ -39,8 +39,11 @@ def make_sequence(scheduler, name, num_prompt_tokens, max_tokens=8, k=3):
     return sequence
 
 
-def run_step(scheduler, step, accept):
-    """What an engine does with a step: write KV, accept some drafts, roll back, draft, end who is done."""
+def run_step(scheduler, step, accept, draft=lambda k: k):
+    """What an engine does with a step: write KV, accept some drafts, roll back, end who is done, draft.
+
+    `accept` says how many of so many drafts stand, `draft` how many are made where so many are asked for.
+    """
     going_on = []
     for entry in step.entries:
         sequence, table, k = entry.sequence, entry.sequence.page_table, entry.num_draft_tokens
@@ -57,8 +60,8 @@ def run_step(scheduler, step, accept):
             scheduler.finish(sequence)
             continue
         going_on.append(sequence)
-    for sequence, k in zip(going_on, scheduler.reserve_drafts(going_on), strict=True):
-        if k:
-            table = sequence.page_table
-            table.advance(DRAFT, sequence.num_tokens + k - 1 - table.context_lens[DRAFT])
+    for sequence, asked in zip(going_on, scheduler.reserve_drafts(going_on), strict=True):
+        if asked:
+            table, k = sequence.page_table, draft(asked)
+            table.advance(DRAFT, sequence.num_tokens + max(0, k - 1) - table.context_lens[DRAFT])
             sequence.draft = Draft([0] * k)
