@@ -25,9 +25,9 @@ class DraftRow:
 
     A drafter that reads the target gets the hidden states of the known tokens that the target has just run, in every
     step that the sequence goes on from, whether or not it drafts or has tokens to catch up with: of those at positions
-    `hidden_position`, `hidden_position` + 1, ... Of a sequence of 9 known tokens the target has just run three, one that
-    was known before and 2 drafts that stand, and beside them a draft that was rejected; it has not run the newest one
-    yet:
+    `hidden_position`, `hidden_position` + 1, ... Of a sequence of 9 known tokens the target has just run three, one
+    that was known before and 2 drafts that stand, and beside them a draft that was rejected; it has not run the newest
+    one yet:
 
         position         0 .. 4 | 5  6  7 | 8          hidden_position 5, 3 rows
                                 | run     | bonus      token_ids: those from the drafter's context_len on, to 8
