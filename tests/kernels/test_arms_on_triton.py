@@ -1,4 +1,4 @@
-"""Rollback arms on Triton's kernels, in the interpreter."""
+"""Ways to roll back on Triton's kernels, in the interpreter."""
 
 import pytest
 
