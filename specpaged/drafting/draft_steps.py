@@ -99,7 +99,7 @@ class DraftSteps:
         )
 
     def drafts(self, drafted: Sequence[DraftedTokens]) -> list[Draft]:
-        """The draft of each request, by its request_idx, of what all steps have drafted: one transfer for all."""
+        """The draft of each request, by its request_idx, of what all steps have drafted."""
         numbers = torch.cat([step.token_ids for step in drafted]).tolist()
         logprobs = torch.cat([step.logprobs for step in drafted]).tolist()
         of_requests: list[tuple[list[int], list[float]]] = [([], []) for _ in self.request_idx[0]]

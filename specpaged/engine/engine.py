@@ -84,6 +84,7 @@ class Engine:
             speculative.verification if speculative else "coupled",
             vocabulary.size,
             EngineMetrics(),
+            publishes=self.prefix_cache is not None,
             limit=lambda verified: self.kv_layout.limit(verified),
         )
         self.requests: dict[str, Request] = {}

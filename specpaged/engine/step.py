@@ -25,6 +25,7 @@ from specpaged.modeling.model_runner import ModelRunner
 from specpaged.paging.page_table import DRAFT, TARGET, PageTable
 from specpaged.sampling import get_sampling_batch
 from specpaged.sampling.batch import Noise, SamplingBatch
+from specpaged.sampling.request import SamplingRequest
 from specpaged.verification import get_verifier
 from specpaged.verification.base import VerifyOutput
 
@@ -51,8 +52,9 @@ class SpeculativeStep:
 
     The four calls come in their order; sequences change in `commit` and `propose` alone. `follows_target` says that the
     drafter's KV is to be as long as the target's behind every step, as blocks are shared by a host who does not ask;
-    else it is left behind by sequences that do not draft, and catches up when they do. `agree` makes ranks that verify
-    together take one rank's drafts.
+    else it is left behind by sequences that do not draft, and catches up when they do. `publishes` says that a prompt's
+    KV may be shared even if its sequence ends in the step that prefills it. `agree` makes ranks that verify together
+    take one rank's drafts.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class SpeculativeStep:
         metrics: EngineMetrics,
         *,
         follows_target: bool = False,
+        publishes: bool = False,
         limit: Callable[[VerifyOutput], VerifyOutput] | None = None,
         agree: Callable[[list[list[int]]], list[list[int]]] | None = None,
     ):
@@ -72,6 +75,7 @@ class SpeculativeStep:
         self.vocab_size = vocab_size
         self.metrics = metrics
         self.follows_target = follows_target
+        self.publishes = publishes
         self.limit = limit  # of a rollback method that does not keep all that is verified
         self.agree = agree
         self.verifier = get_verifier(verification, target.model.backend)
@@ -86,7 +90,7 @@ class SpeculativeStep:
         """
         with self.metrics.stage("score"):
             sampled = [entry for entry in entries if entry.samples]
-            sampling = self.sampling([entry.sequence.sampling_request for entry in sampled], self._noise)
+            sampling = self.sampling([entry.sequence.sampling_request for entry in sampled])
             argmax = takes_argmax and sampling.takes_argmax and not sampling.wants_logprobs
             drafts = DraftOutput.of([entry.draft for entry in sampled])
             return ScoredStep(entries, drafts, sampling, *self._run_target(entries, argmax))
@@ -156,13 +160,14 @@ class SpeculativeStep:
             if not rows:
                 self._noise = {}
                 return
-            sampling = self.sampling([sequence.sampling_request for sequence in drafting], scored.sampling.noise)
+            self._noise = scored.sampling.noise  # of which some is for tokens that are to be decided anew
+            sampling = self.sampling([sequence.sampling_request for sequence in drafting])
             drafts = self.drafter.propose(rows, sampling)
             for row, table in zip(rows, tables, strict=True):
                 if row.token_ids:
                     num_drafted = len(drafts[row.request_idx]) if row.num_draft_tokens > 0 else 0
                     table.advance(DRAFT, len(row.token_ids) + max(0, num_drafted - 1))
-            if self.agree is not None:
+            if self.agree is not None and drafts:
                 agreed = self.agree([list(draft.token_ids) for draft in drafts])
                 drafts = [replace(draft, token_ids=ids) for draft, ids in zip(drafts, agreed, strict=True)]
             for sequence, draft in zip(drafting, drafts, strict=True):
@@ -175,9 +180,9 @@ class SpeculativeStep:
         if self.drafter is not None:
             self.drafter.forget(sequence)
 
-    def sampling(self, requests: SequenceOf, noise: Noise | None = None) -> SamplingBatch:
-        """The requests as a batch that logits are processed for, and tokens sampled."""
-        return self._sampling_batch(requests, self.vocab_size, self.target.model.device, noise)
+    def sampling(self, requests: SequenceOf[SamplingRequest]) -> SamplingBatch:
+        """The requests as a batch whose tokens are to be decided; it meets the noise that their drafts have met."""
+        return self._sampling_batch(requests, self.vocab_size, self.target.model.device, self._noise)
 
     def check_integrity(self) -> None:
         """IntegrityError where the tensors of a pool are not as its layout has them."""
@@ -249,12 +254,13 @@ class SpeculativeStep:
         """What the drafter has to do for a sequence that has just been committed; None if nothing.
 
         Behind a prefill it runs what the target has run, drafts or not: that KV may be shared. Hidden states reach it
-        in any case, as they do not come again.
+        in any case that goes on, as they do not come again.
         """
         sequence, table = entry.sequence, entry.sequence.page_table
         in_prefill = entry.num_new_tokens > 1 or not entry.samples
-        reads = hidden is not None and not sequence.has_ended
-        catches_up = self.follows_target or (sequence.max_draft_tokens > 0 and (in_prefill or reads))
+        goes_on = self.publishes or not sequence.has_ended
+        catches_up = sequence.max_draft_tokens > 0 and goes_on and (in_prefill or hidden is not None)
+        catches_up = catches_up or self.follows_target
         if sequence.error is not None or not (k > 0 or catches_up):
             return None
         start, token_ids, blocks = 0, (), ()

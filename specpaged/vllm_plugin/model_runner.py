@@ -109,7 +109,7 @@ class SpecPagedModelRunner:
             scored,
             logits=logits,
             drafts=DraftOutput(drafts, scored.drafts.probs),
-            sampling=self.speculative_step.sampling(requests, scored.sampling.noise),
+            sampling=self.speculative_step.sampling(requests),
         )
 
     def _without_failures(self, scored: ScoredStep, verified: VerifyOutput) -> tuple[VerifyOutput, dict[str, int]]:

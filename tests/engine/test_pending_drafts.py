@@ -74,6 +74,14 @@ def test_blocks_of_a_request_of_one_token_hold_the_drafts_kv(toy_pair, plain):
     assert llm.metrics.acceptance_rate == 1.0
 
 
+def test_nothing_is_run_for_a_request_of_one_token_whose_blocks_nobody_shares(toy_pair, monkeypatch):
+    llm, passes = self_drafting(toy_pair), []
+    forward = llm.engine.draft.forward
+    monkeypatch.setattr(llm.engine.draft, "forward", lambda batch: passes.append(batch) or forward(batch))
+    generate(llm, toys.prompts(3), SamplingParams(max_tokens=1, **GREEDY))
+    assert not passes
+
+
 def test_after_a_fork(toy_pair, plain):
     llm = self_drafting(toy_pair, block_size=4)
     check(llm, plain, toys.prompts(2), SamplingParams(n=3, seed=5, temperature=0.9, max_tokens=16, ignore_eos=True))
