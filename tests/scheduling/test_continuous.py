@@ -103,6 +103,14 @@ def test_a_draft_gives_back_its_blocks_before_anybody_is_preempted():
     assert scheduler.num_preemptions == 0
 
 
+def test_the_youngest_draft_gives_back_its_blocks_first():
+    scheduler = make_scheduler(num_blocks=6, budget=64, k=3)
+    old, young = (make_sequence(scheduler, name, 7, max_tokens=20) for name in ("old", "young"))
+    run_step(scheduler, scheduler.schedule(), lambda _: 0)
+    make_sequence(scheduler, "new", 4)  # for which one of their blocks will do
+    assert [(e.sequence, e.num_draft_tokens) for e in scheduler.schedule().entries][:2] == [(old, 3), (young, 0)]
+
+
 def test_who_runs_in_a_step_keeps_its_slot_when_its_draft_gives_back_blocks():
     """A drafter without KV: behind the target's tokens nothing holds the block of the last known one."""
     scheduler = make_scheduler(num_blocks=5, budget=64, k=4)
