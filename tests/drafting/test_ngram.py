@@ -9,7 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specpaged import LLM, SamplingParams, SpeculativeConfig
-from specpaged.drafting.ngram import lookup
+from specpaged.drafting.base import DraftRow
+from specpaged.drafting.ngram import NgramDrafter, lookup
+from specpaged.sampling.batch import SamplingBatch
+from specpaged.sampling.request import SamplingRequest
 from tests import toys
 
 A, B, C, D = range(4)
@@ -41,6 +44,15 @@ def test_the_longest_match_nearest_to_the_end_is_taken(token_ids, shortest, more
     """Ids whose bytes look alike across tokens."""
     expected = lookup_slowly(token_ids, shortest, shortest + more, count)
     assert lookup(token_ids, shortest, shortest + more, count) == expected
+
+
+def test_each_request_gets_as_many_drafts_as_its_row_asks_for():
+    """In any order of the rows; output tokens are looked at, too."""
+    params = SamplingParams(temperature=0)
+    requests = [SamplingRequest(params, 0, [A, B, C, D], [A, B]), SamplingRequest(params, 0, [A], [B])]
+    rows = [DraftRow(None, (), 0, (), 2, 1), DraftRow(None, (), 0, (), 3, 0)]
+    drafts = NgramDrafter(1, 2).propose(rows, SamplingBatch(requests, 4, "cpu"))
+    assert [list(draft.token_ids) for draft in drafts] == [[C, D, A], []]
 
 
 def test_outputs_are_those_of_plain_decoding_and_drafts_are_accepted(toy_pair):

@@ -117,6 +117,28 @@ def test_after_steps_without_drafts(toy_pair, plain):
     assert llm.metrics.acceptance_rate == 1.0
 
 
+@pytest.mark.parametrize("temperature", [0, 0.9])
+def test_after_steps_without_drafts_that_take_more_than_one_pass_to_catch_up_with(toy_pair, plain, temperature):
+    """Those who then draft ask for different numbers, so that rows leave between the passes."""
+    ranges = {"num_speculative_tokens_per_batch_size": [[1, 3, 4]]}
+    llm = self_drafting(toy_pair, speculative=ranges, max_num_batched_tokens=12)
+    options = {"temperature": temperature, "seed": 3, "ignore_eos": True}
+    params = [SamplingParams(max_tokens=count, **options) for count in (30, 60, 61, 62)]
+    asked = [SamplingParams(max_tokens=p.max_tokens, extra_args={"num_speculative_tokens": k}, **options)
+             for p, k in zip(params, (4, 1, 4, 2), strict=True)]  # fmt: skip
+    expected = [token_ids(generate(plain, q, p))[0] for q, p in zip(toys.prompts(4), params, strict=True)]
+    assert token_ids(generate(llm, toys.prompts(4), asked)) == expected
+    assert llm.metrics.draft_tokens > 0
+    assert llm.metrics.acceptance_rate == 1.0
+
+
+@pytest.mark.parametrize("temperature", [0, 0.9])
+def test_under_penalties_for_tokens_that_are_only_drafted(toy_pair, plain, temperature):
+    params = {"repetition_penalty": 1.5, "frequency_penalty": 1.0, "presence_penalty": 1.0, "ignore_eos": True}
+    llm = self_drafting(toy_pair)
+    check(llm, plain, toys.prompts(4), SamplingParams(temperature=temperature, seed=2, max_tokens=40, **params))
+
+
 def test_after_the_token_budget_has_cut_them(toy_pair, plain, monkeypatch):
     llm = self_drafting(toy_pair, k=5, max_num_seqs=4, max_num_batched_tokens=16)
     steps = watch_steps(llm, monkeypatch)

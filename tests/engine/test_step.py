@@ -9,6 +9,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -17,10 +18,12 @@ from specpaged import LLM, SamplingParams
 from specpaged.drafting.draft import NO_DRAFT, Draft
 from specpaged.engine.sequence import Sequence, SequenceStatus
 from specpaged.modeling.forward_output import HiddenStates, HiddenStatesRequest
-from specpaged.paging.page_table import TARGET
+from specpaged.paging.page_table import DRAFT, TARGET
+from specpaged.sampling.noise import gumbel_noise
 from tests import toys
 from tests.engine.test_engine import GREEDY, make_llm, token_ids
 from tests.modeling.world import World
+from tests.poison import Poison
 
 NAN_TOKEN_ID = 1  # of `nan_pair`
 BLOCK_SIZE = 4
@@ -46,6 +49,7 @@ class Reader:
         drafts = [None] * len(sampling.requests)
         for row in rows:
             sequence = row.sequence
+            assert sequence.error is None
             assert row.hidden_states is not None
             states = self.read.setdefault(sequence, [])
             assert row.hidden_position == len(states)  # neither twice nor left out
@@ -169,6 +173,20 @@ def test_whatever_is_drafted_each_token_is_handed_over_once_and_outputs_are_thos
             assert num_unread == 1 or (not follows_target and 1 < num_unread <= 6)  # the last step's
 
 
+@BOTH
+@pytest.mark.parametrize("after", [0, 5])
+def test_nothing_more_is_handed_over_of_a_sequence_that_has_failed(toy_pair, speculative, after, monkeypatch):
+    """Even where the drafter follows the target: hidden states of NaN are of no use."""
+    prompts, params = toys.prompts(3), SamplingParams(max_tokens=16, **GREEDY)
+    llm, reader = reading_llm(toy_pair, speculative, lambda sequence, count: [5] * count, follows_target=True)
+    Poison(llm, prompts[1]["prompt_token_ids"], after, monkeypatch)
+    failed = llm.generate(prompts, params, use_tqdm=False)[1]
+    assert "NaN" in failed.error
+    assert len(failed.outputs[0].token_ids) == after
+    assert list(reader.num_forgotten.values()) == [1, 1, 1]
+    reader.check_hidden_states(llm)
+
+
 @pytest.fixture(scope="module")
 def nan_pair(tmp_path_factory):
     """A target of which one token's embedding is NaN, and which never decodes it."""
@@ -252,3 +270,67 @@ def test_behind_a_commit_no_pool_holds_kv_of_a_token_that_is_not_known(toy_pair,
     assert num_behind_a_stop > 0
     assert llm.metrics.rolled_back_tokens == num_rolled_back
     assert llm.metrics.acceptance_rate == 1.0
+
+
+def test_drafts_are_those_that_the_ranks_have_agreed_on(toy_pair):
+    """They verify together: all of them take one rank's."""
+    prompt, params = toys.prompts(1), SamplingParams(max_tokens=24, **GREEDY)
+    llm = make_llm(toy_pair, k=3)
+    (expected,) = plain_outputs(toy_pair, prompt, [params])
+    llm.engine.add_request("r", prompt[0]["prompt_token_ids"], params)
+    (sequence,) = llm.engine.requests["r"].sequences
+
+    def agree(drafts):
+        (token_ids,) = drafts
+        assert len(token_ids) <= 3
+        start = len(sequence.output_token_ids)
+        return [expected[start : start + len(token_ids)]]
+
+    llm.engine.speculative_step.agree = agree
+    while llm.engine.has_unfinished_requests:
+        llm.engine.step()
+    assert sequence.output_token_ids == expected
+    assert llm.metrics.draft_tokens > 0
+    assert llm.metrics.acceptance_rate == 1.0
+
+
+def test_a_sequence_that_drafts_no_more_is_not_caught_up(toy_pair):
+    """As one that was scored anew is: not even behind a prefill, when it is back from a preemption."""
+    llm = make_llm(toy_pair, k=3)
+    llm.engine.add_request("r", toys.prompts(1)[0]["prompt_token_ids"], SamplingParams(max_tokens=4, **GREEDY))
+    (sequence,) = llm.engine.requests["r"].sequences
+    sequence.max_draft_tokens = 0
+    while llm.engine.has_unfinished_requests:
+        llm.engine.step()
+        assert sequence.page_table.context_lens[DRAFT] == 0
+
+
+def test_noise_is_drawn_once_for_a_draft_and_its_verification(toy_pair, monkeypatch):
+    llm = make_llm(toy_pair, k=4)
+    step, drawn, calls = llm.engine.speculative_step, set(), []
+
+    def noting(seeds, output_idx, *arguments):
+        drawn.update(zip(seeds, output_idx, strict=True))
+        return gumbel_noise(seeds, output_idx, *arguments)
+
+    def watch(name):
+        call = getattr(step, name)
+
+        def watched(*arguments):
+            drawn.clear()
+            result = call(*arguments)
+            calls.append(set(drawn))
+            return result
+
+        monkeypatch.setattr(step, name, watched)
+
+    monkeypatch.setattr("specpaged.sampling.batch.gumbel_noise", noting)
+    watch("verify")
+    watch("propose")
+    params = SamplingParams(temperature=0.9, seed=3, max_tokens=30, ignore_eos=True)
+    llm.generate(toys.prompts(3), params, use_tqdm=False)
+    assert 0 < llm.metrics.accepted_tokens < llm.metrics.draft_tokens
+    assert all(calls[::2])  # the bonus token's, at least
+    assert any(calls[1::2])
+    assert not any(before & after for before, after in pairwise(calls))
+    assert step._noise == {}  # nothing is kept for nobody

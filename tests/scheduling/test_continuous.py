@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specpaged.drafting.draft import Draft
 from specpaged.engine.sequence import SequenceStatus
 from specpaged.paging.page_table import TARGET
 from tests.scheduling.world import make_scheduler, make_sequence, run_step
@@ -89,6 +90,51 @@ def test_slots_for_drafts_keep_nobody_waiting_and_preempt_nobody(num_drafts):
     run_step(scheduler, step, lambda _: 0)
     scheduler.check_integrity()
     assert scheduler.num_preemptions == 0
+
+
+def test_a_draft_gives_back_its_blocks_before_anybody_is_preempted():
+    scheduler = make_scheduler(num_blocks=5, budget=64, k=3)
+    make_sequence(scheduler, "drafts not", 8, k=0)
+    make_sequence(scheduler, "drafts", 7, max_tokens=20)
+    run_step(scheduler, scheduler.schedule(), lambda _: 0)
+    assert scheduler.allocator.num_free == 0  # 2 blocks, and 3 for 8 known tokens and 3 drafts
+    step = scheduler.schedule()  # the 9th token needs a block
+    assert [(e.sequence.request_id, e.num_draft_tokens) for e in step.entries] == [("drafts not", 0), ("drafts", 0)]
+    assert scheduler.num_preemptions == 0
+
+
+def test_the_youngest_draft_gives_back_its_blocks_first():
+    scheduler = make_scheduler(num_blocks=6, budget=64, k=3)
+    old, young = (make_sequence(scheduler, name, 7, max_tokens=20) for name in ("old", "young"))
+    run_step(scheduler, scheduler.schedule(), lambda _: 0)
+    make_sequence(scheduler, "new", 4)  # for which one of their blocks will do
+    assert [(e.sequence, e.num_draft_tokens) for e in scheduler.schedule().entries][:2] == [(old, 3), (young, 0)]
+
+
+def test_who_runs_in_a_step_keeps_its_slot_when_its_draft_gives_back_blocks():
+    """A drafter without KV: behind the target's tokens nothing holds the block of the last known one."""
+    scheduler = make_scheduler(num_blocks=5, budget=64, k=4)
+    decoding = make_sequence(scheduler, "decoding", 8, max_tokens=20, k=0)
+    decoding.max_draft_tokens = 4
+    step = scheduler.schedule()
+    decoding.page_table.advance(TARGET, 8)
+    decoding.append(0)
+    assert scheduler.reserve_drafts([decoding]) == [4]  # 9 + 4 tokens, of which 8 have KV: 4 blocks
+    decoding.draft = Draft([0] * 4)
+    make_sequence(scheduler, "waiting", 5, k=0)
+    step = scheduler.schedule()
+    assert [(e.sequence.request_id, e.num_draft_tokens) for e in step.entries] == [("decoding", 0), ("waiting", 0)]
+    for entry in step.entries:
+        entry.sequence.page_table.advance(TARGET, entry.num_new_tokens)
+    scheduler.check_integrity()
+
+
+def test_no_more_drafts_are_made_than_the_next_step_has_room_for():
+    """Beside a token of everybody."""
+    scheduler = make_scheduler(budget=8, k=3)
+    sequences = [make_sequence(scheduler, name, 2, max_tokens=20) for name in "abc"]
+    run_step(scheduler, scheduler.schedule(), lambda _: 0)
+    assert [len(sequence.draft) for sequence in sequences] == [3, 2, 0]
 
 
 def test_a_prefill_leaves_room_for_the_drafts_of_those_who_decode():

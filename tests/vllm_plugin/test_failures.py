@@ -8,9 +8,13 @@ vllm = pytest.importorskip("vllm", reason="vLLM is not installed: make install-v
 
 from vllm.sampling_params import StructuredOutputsParams  # noqa: E402
 
-from specpaged.engine.step import SpeculativeStep  # noqa: E402
+from specpaged.drafting.base import DraftOutput  # noqa: E402
+from specpaged.engine.step import ScoredStep, SpeculativeStep  # noqa: E402
 from specpaged.engine.target_pass import TargetPass  # noqa: E402
+from specpaged.verification.base import VerifyOutput  # noqa: E402
+from specpaged.vllm_plugin.model_runner import SpecPagedModelRunner  # noqa: E402
 from tests.vllm_plugin.serving import PROMPTS, check_nothing_is_held, token_ids  # noqa: E402
+from tests.vllm_plugin.test_sequences import make_sequences, new, step  # noqa: E402
 
 SPOILT = 3  # of PROMPTS
 GREEDY = {"temperature": 0, "max_tokens": 24}
@@ -38,6 +42,20 @@ def spoil(monkeypatch, with_drafts_only, forbidden=()):
     spoilt.prompt, spoilt.count = None, 0
     monkeypatch.setattr(SpeculativeStep, "_run_target", spoilt)
     return spoilt
+
+
+@pytest.mark.parametrize(("params", "made_up"), [({"stop_token_ids": [6]}, 6), ({}, 0)])
+@pytest.mark.parametrize("accepted", [[], [8, 9]], ids=str)
+def test_a_made_up_token_comes_behind_what_stands_and_ends_the_request_if_any_token_does(params, made_up, accepted):
+    sequences = make_sequences()
+    (entry,), _ = step(sequences, [new("A", range(20), [1, 2], **params)], counts={"A": 20})
+    scored = ScoredStep([entry], DraftOutput.of([entry.draft]), None, None, {}, {})
+    verified = VerifyOutput([accepted], [len(accepted)], [True], [None])
+    runner = SpecPagedModelRunner(None, sequences)
+    completed, num_nans = runner._without_failures(scored, verified)
+    assert completed.token_ids == [[*accepted, made_up]]
+    assert completed.num_accepted == [len(accepted)]
+    assert num_nans == {"A": 1}
 
 
 def generate(llm, params):

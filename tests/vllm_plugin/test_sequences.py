@@ -24,12 +24,12 @@ K = 2
 VOCAB_SIZE = 100
 
 
-def make_sequences(num_blocks=7, block_size=16, **arguments):
+def make_sequences(num_blocks=7, block_size=16, max_model_len=512, **arguments):
     return Sequences(
         num_blocks=num_blocks,
         block_size=block_size,
         num_pools=2,
-        max_model_len=512,
+        max_model_len=max_model_len,
         max_draft_tokens=K,
         vocab_size=VOCAB_SIZE,
         seed=0,
@@ -146,6 +146,31 @@ def test_placeholders_stand_for_our_own_drafts_as_far_as_there_are_any():
     assert drafts == [[4]]
 
 
+@pytest.mark.parametrize("given", [[8, 9], [-1, -1]], ids=["known", "placeholders"])
+@pytest.mark.parametrize(("num_prompt_tokens", "max_model_len", "expected"), [
+    (29, 512, [8, 9]), (30, 512, [8]), (31, 512, []), (29, 31, [8]), (28, 31, [8, 9]),
+])  # fmt: skip
+def test_drafts_run_as_far_as_there_are_blocks_and_positions(given, num_prompt_tokens, max_model_len, expected):
+    """Under asynchronous scheduling the scheduler may ask for more: it has not seen what was accepted."""
+    sequences = make_sequences(max_model_len=max_model_len)
+    prompt = new("A", range(num_prompt_tokens), [1, 2])  # 32 slots
+    (entry,), _ = step(sequences, [prompt], counts={"A": num_prompt_tokens})
+    run(entry, [7])
+    entry.sequence.draft = Draft([8, 9])
+    (entry,), drafts = step(sequences, cached=[("A", None, num_prompt_tokens)], counts={"A": 3}, drafts={"A": given})
+    assert drafts == [expected]
+
+
+@pytest.mark.parametrize(("num_tokens", "expected"), [(30, 3), (31, 2), (32, 1), (33, 0)])
+def test_as_many_drafts_are_useful_as_the_drafts_kv_has_slots_for(num_tokens, expected):
+    """All but the last one's, which is not run: 32 slots, and one token of the output without KV of either model."""
+    sequences = make_sequences()
+    (entry,), _ = step(sequences, [new("A", range(num_tokens - 1), [1, 2])], counts={"A": num_tokens - 1})
+    run(entry, [7])
+    entry.sequence.max_draft_tokens = 9
+    assert max(0, sequences.num_useful_draft_tokens(entry.sequence, [7])) == expected
+
+
 def test_padding_and_cut_drafts_leave_those_that_are_known():
     sequences = make_sequences()
     # A prompt whose prefix was found in the cache up to its last token: scheduled like a decode, with padding.
@@ -184,6 +209,17 @@ def test_nothing_is_drafted_for_who_is_about_to_end(params, newest, expected):
     (entry,), _ = step(sequences, [new("A", range(20), [1, 2], **params)], counts={"A": 20})
     run(entry, newest)
     assert max(0, min(K, sequences.num_useful_draft_tokens(entry.sequence, newest))) == expected
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_an_end_of_text_that_is_ignored_keeps_nobody_from_drafting(ignore_eos):
+    sequences = make_sequences()
+    request = new("A", range(20), [1, 2], ignore_eos=ignore_eos)
+    request.sampling_params.update_from_generation_config({}, 1)
+    (entry,), _ = step(sequences, [request], counts={"A": 20})
+    assert entry.sequence.sampling_request.stop_ids == (1,)
+    run(entry, [1])
+    assert sequences.num_useful_draft_tokens(entry.sequence, [1]) == (K if ignore_eos else 0)
 
 
 def test_token_ids_that_no_logits_speak_of_are_not_asked_for():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 
 import pytest
 
@@ -62,20 +63,50 @@ def test_outputs_are_those_of_the_projects_own_engine(make_vllm, standalone, k, 
     assert len(model_runner(llm).sequences) <= 8
 
 
-@pytest.mark.parametrize("k", [0, 4])
-def test_a_preempted_request_comes_out_the_same(make_vllm, standalone, monkeypatch, k):
-    preempted = []
-    preempt = Scheduler._preempt_request
+@pytest.fixture
+def preempted(monkeypatch):
+    """Ids of the requests that vLLM has preempted, one for each time."""
+    request_ids, preempt = [], Scheduler._preempt_request
 
     def counting(self, request, *arguments, **options):
-        preempted.append(request.request_id)
+        request_ids.append(request.request_id)
         return preempt(self, request, *arguments, **options)
 
     monkeypatch.setattr(Scheduler, "_preempt_request", counting)
+    return request_ids
+
+
+@pytest.mark.parametrize("k", [0, 4])
+def test_a_preempted_request_comes_out_the_same(make_vllm, standalone, preempted, k):
     llm = make_vllm(k, num_gpu_blocks_override=36)
     assert token_ids(generate(llm)) == standalone
     assert preempted
     check_nothing_is_held(llm)
+
+
+def test_the_drafter_forgets_each_request_that_ends_or_is_preempted(make_vllm, preempted, monkeypatch):
+    llm = make_vllm(4, num_gpu_blocks_override=36)
+    drafter = model_runner(llm).speculative_step.drafter
+    propose, seen, known, num_forgotten = drafter.propose, set(), set(), Counter()
+
+    def noting(rows, sampling):
+        for row in rows:
+            seen.add(row.sequence.request_id)
+            known.add(row.sequence.request_id)
+        return propose(rows, sampling)
+
+    def forget(sequence):
+        num_forgotten[sequence.request_id] += sequence.request_id in known
+        known.discard(sequence.request_id)
+
+    monkeypatch.setattr(drafter, "propose", noting)
+    monkeypatch.setattr(drafter, "forget", forget)
+    generate(llm)
+    ids = set(seen)
+    generate(llm, max_tokens=1)  # a step later what has ended is forgotten
+    assert preempted
+    assert not ids & known
+    assert {i: num_forgotten[i] for i in ids} == {i: 1 + preempted.count(i) for i in ids}
 
 
 @pytest.mark.parametrize("k", [0, 4])
@@ -84,6 +115,26 @@ def test_cached_prefixes_change_nothing(make_vllm, standalone, k):
     first, second = generate(llm), generate(llm)
     assert token_ids(first) == token_ids(second) == standalone
     assert sum(output.num_cached_tokens for output in second) > sum(output.num_cached_tokens for output in first)
+
+
+def test_the_scheduler_is_given_each_requests_own_drafts(make_vllm, monkeypatch):
+    """Else it would have other ones verified, which is no error: only of no use."""
+    llm = make_vllm(4)
+    runner = model_runner(llm)
+    take_drafts, num_drafts = runner.take_drafts, 0
+
+    def noting():
+        nonlocal num_drafts
+        taken = take_drafts()
+        given = dict(zip(taken.req_ids, taken.draft_token_ids, strict=True))
+        own = {sequence.request_id: list(sequence.draft.token_ids) for sequence in runner.sequences}
+        assert {request_id: given.get(request_id, []) for request_id in own} == own
+        num_drafts += sum(map(bool, given.values()))
+        return taken
+
+    monkeypatch.setattr(runner, "take_drafts", noting)
+    generate(llm)
+    assert num_drafts > 20
 
 
 @pytest.mark.parametrize(
