@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -17,16 +19,16 @@ CPP_ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # transfor
 Rotations = dict[str, tuple[Tensor, Tensor]]  # cos and sin [N, R / 2] float32, by LayerConfig.rope
 
 
-class Norm(nn.Module):
+class Norm(nn.Module, ABC):
     """An RMS norm of rows."""
 
+    @abstractmethod
     def forward(self, x: Tensor) -> Tensor:
         """x [M, H] -> [M, H]"""
-        raise NotImplementedError
 
+    @abstractmethod
     def add(self, x: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor]:
         """x + added * residual_multiplier (x may be overwritten), and that sum normalised; [M, H] each."""
-        raise NotImplementedError
 
 
 class TorchNorm(Norm):
