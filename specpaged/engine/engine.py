@@ -250,10 +250,10 @@ class Engine:
         """Publish what may be shared, free who has ended; the outputs of requests that ended with them."""
         with self.metrics.stage("commit"):
             ended: dict[str, None] = {}  # request ids, in order
-            for entry in scored.sampling_entries:
+            for entry in scored.entries:
                 sequence = entry.sequence
                 # Not before the sequence samples: its logits are the first to show a NaN in any of its KV.
-                if self.prefix_cache is not None and sequence.error is None:
+                if self.prefix_cache is not None and entry.samples and sequence.error is None:
                     self._publish(sequence)
                 if sequence.has_ended:
                     self._finish(sequence, sequence.finish_reason or "error")

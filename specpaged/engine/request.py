@@ -70,29 +70,39 @@ class Request:
         return all(sequence.is_finished for sequence in self.sequences)
 
     def output(self, tokenizer: Any) -> RequestOutput:
-        """The request as its user sees it, finished or not."""
+        """The request as its user sees it, finished or not.
+
+        Where the tokenizer raises, it comes with that error, and with token ids alone.
+        """
         first = self.sequences[0]
         errors = [sequence.error for sequence in self.sequences if sequence.error]
+        try:
+            prompt_logprobs = _prompt_logprobs(first, tokenizer)
+            outputs = [_completion(sequence, tokenizer, sequence.stop_checker.text) for sequence in self.sequences]
+        except Exception as error:
+            errors.append(f"request {self.request_id!r}: its text cannot be read ({type(error).__name__}: {error})")
+            prompt_logprobs = _prompt_logprobs(first, None)
+            outputs = [_completion(sequence, None, "") for sequence in self.sequences]
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=first.prompt_token_ids,
-            prompt_logprobs=_prompt_logprobs(first, tokenizer),
-            outputs=[_completion(sequence, tokenizer) for sequence in self.sequences],
+            prompt_logprobs=prompt_logprobs,
+            outputs=outputs,
             finished=self.is_finished,
             metrics=RequestMetrics.total(sequence.metrics for sequence in self.sequences),
             error=errors[0] if errors else None,
         )
 
 
-def _completion(sequence: Sequence, tokenizer: Any) -> CompletionOutput:
+def _completion(sequence: Sequence, tokenizer: Any, text: str) -> CompletionOutput:
     logprobs = cumulative = None
     if sequence.params.logprobs is not None:
         logprobs = [_as_dict(row, tokenizer) for row in sequence.logprobs]
         cumulative = sum(row.logprob for row in sequence.logprobs)
     return CompletionOutput(
         index=sequence.child_idx,
-        text=sequence.stop_checker.text,
+        text=text,
         token_ids=list(sequence.output_token_ids),
         cumulative_logprob=cumulative,
         logprobs=logprobs,

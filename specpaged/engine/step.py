@@ -6,6 +6,7 @@ form. Our `Engine` is one, the vLLM worker's model runner is another.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
@@ -28,6 +29,8 @@ from specpaged.sampling.batch import Noise, SamplingBatch
 from specpaged.sampling.request import SamplingRequest
 from specpaged.verification import get_verifier
 from specpaged.verification.base import VerifyOutput
+
+logger = logging.getLogger("specpaged")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +112,7 @@ class SpeculativeStep:
             return verified if self.limit is None else self.limit(verified)
 
     def commit(self, scored: ScoredStep, verified: VerifyOutput) -> None:
-        """Append what was verified, and truncate every pool behind it.
+        """Append what was verified, and truncate every pool behind it. Whose text cannot be read ends with an error.
 
         With T known tokens and K drafts, of which a stand and are emitted, the target's pool holds T + K tokens and the
         draft's T + K - 1 at most, as the last draft was never run. Both keep T + a: the bonus token has no KV yet.
@@ -124,10 +127,15 @@ class SpeculativeStep:
             rollbacks: list[tuple[ScheduledSequence, int]] = []
             for entry in scored.entries:
                 sequence, num_kept = entry.sequence, 0
-                if sequence in scored.prompt_logits:
-                    record_prompt_logprobs(sequence, scored.prompt_logits[sequence])
-                if entry.samples:
-                    num_kept = self._emit(entry, *next(results))
+                result = next(results) if entry.samples else None
+                try:
+                    if sequence in scored.prompt_logits:
+                        record_prompt_logprobs(sequence, scored.prompt_logits[sequence])
+                    if result is not None:
+                        num_kept = self._emit(entry, *result)
+                except Exception as error:  # a tokenizer's own, of this request alone
+                    logger.exception("request %r ends", sequence.request_id)
+                    sequence.error = f"request {sequence.request_id!r}: {type(error).__name__}: {error}"
                 sequence.page_table.advance(TARGET, entry.num_new_tokens + entry.num_draft_tokens)
                 if sequence.draft or entry.draft:  # a host may bring a draft that is not the sequence's own
                     rollbacks.append((entry, entry.num_known + num_kept))
