@@ -77,7 +77,8 @@ class Ours:
     def run(self, prompts: Sequence[Sequence[int]], batch_size: int, k: int | None = None) -> Run:
         """See Contender; `k` is the requests' own K, at most the engine's."""
         engine = self.llm.engine
-        engine.metrics, self.forward_seconds = EngineMetrics(), 0.0
+        engine.reset_metrics()
+        self.forward_seconds = 0.0
         params = self.params if k is None else replace(self.params, extra_args={"num_speculative_tokens": k})
         waiting = deque(enumerate(prompts))
         token_ids: dict[str, list[int]] = {}
