@@ -31,7 +31,7 @@ class ScheduledSequence:
     @property
     def num_draft_tokens(self) -> int:
         """K of this sequence in this step."""
-        return len(self.draft)
+        return len(self.draft.token_ids)
 
     @property
     def num_known(self) -> int:

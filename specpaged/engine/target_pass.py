@@ -64,7 +64,7 @@ def run_target(
 def _ragged_row(entry: ScheduledSequence, reads_hidden: bool) -> RaggedRow:
     sequence, start = entry.sequence, entry.context_len
     token_ids = [*sequence.token_ids[start : entry.num_known], *entry.draft.token_ids]
-    num_logits = entry.num_draft_tokens + 1 if entry.samples else 0
+    num_logits = len(entry.draft.token_ids) + 1 if entry.samples else 0
     if wants_prompt_logits(entry):
         num_logits = len(token_ids)
     return RaggedRow(token_ids, start, sequence.page_table.entries, num_logits, len(token_ids) if reads_hidden else 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
@@ -47,13 +48,16 @@ class SamplingRequest:
     @property
     def needs_processing(self) -> bool:
         """Whether any row of this request can differ from its raw logits."""
+        return self._is_processed_throughout or len(self.output_token_ids) < self.params.min_tokens
+
+    @cached_property
+    def _is_processed_throughout(self) -> bool:
         params = self.params
         return (
             params.temperature not in (0, 1)
             or self.token_mask is not None
             or params.allowed_token_ids is not None
             or bool(self.bad_words_ids or params.logit_bias)
-            or len(self.output_token_ids) < params.min_tokens
             or self.has_penalties
             or params.min_p > 0
             or params.top_k > 0

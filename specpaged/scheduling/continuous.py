@@ -136,7 +136,7 @@ class ContinuousScheduler:
         drafts."""
         decoding = [sequence for sequence in candidates if self._num_missing(sequence) == 1]
         budget = self.max_num_batched_tokens - len(decoding)
-        num_draft_tokens = sum(len(sequence.draft) for sequence in decoding)
+        num_draft_tokens = sum(len(sequence.draft.token_ids) for sequence in decoding)
         return max(1, budget - min(budget // 2, num_draft_tokens))
 
     def _candidates(self) -> list[Sequence]:
@@ -255,7 +255,7 @@ class ContinuousScheduler:
         for sequence, count in num_new_tokens.items():
             context_len = sequence.page_table.context_lens[TARGET]
             draft = sequence.draft.cut(budget)
-            budget -= len(draft)
+            budget -= len(draft.token_ids)
             samples = context_len + count == sequence.num_tokens
             entries.append(ScheduledSequence(sequence, context_len, count, samples, draft))
         return tuple(entries)
