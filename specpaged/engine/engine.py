@@ -124,7 +124,7 @@ class Engine:
             sequence.fork_source = sequences[0] if sequences and self.kv_layout.shares_blocks else None
             sequences.append(sequence)
         self.requests[request_id] = Request(request_id, prompt, sequences)
-        self.metrics.prompt_tokens += len(prompt_token_ids)
+        self._metrics.prompt_tokens += len(prompt_token_ids)
         for sequence in sequences:
             self.scheduler.add(sequence)
 
@@ -168,12 +168,19 @@ class Engine:
 
     @property
     def metrics(self) -> EngineMetrics:
-        """Totals since the engine started, or since `reset_metrics`."""
-        return self.speculative_step.metrics
+        """Totals since the engine started, or since `reset_metrics`, as of now."""
+        self._count_parts()
+        return self._metrics
 
     def reset_metrics(self) -> None:
         """Count from zero again."""
+        self._count_parts()
         self.speculative_step.metrics = EngineMetrics()
+
+    @property
+    def _metrics(self) -> EngineMetrics:
+        """The totals without what the engine's parts have counted since somebody last asked."""
+        return self.speculative_step.metrics
 
     @property
     def _runners(self) -> list[ModelRunner]:
@@ -212,7 +219,7 @@ class Engine:
 
     def _schedule(self) -> ScheduledStep:
         """The next step, with the KV that it reads in its place. RuntimeError if nobody can run, and somebody waits."""
-        with self.metrics.stage("schedule"):
+        with self._metrics.stage("schedule"):
             scheduled = self.scheduler.schedule()
             for sequence in scheduled.preempted:
                 self.speculative_step.forget(sequence)
@@ -220,13 +227,13 @@ class Engine:
                 raise RuntimeError(f"no sequence can run, and {len(self.scheduler)} wait: {list(self.scheduler)}")
             if scheduled.forks:
                 for runner in self._runners:
-                    self.metrics.fork_copied_bytes += runner.kv_cache.copy_blocks(scheduled.forks)
+                    self._metrics.fork_copied_bytes += runner.kv_cache.copy_blocks(scheduled.forks)
         if scheduled.entries:
             start = time.perf_counter()
             self.kv_layout.place(scheduled.entries)
-            self.metrics.rollback_seconds += time.perf_counter() - start
-        self.metrics.blocks_in_use = self.allocator.num_held
-        self.metrics.peak_blocks_in_use = max(self.metrics.peak_blocks_in_use, self.allocator.num_held)
+            self._metrics.rollback_seconds += time.perf_counter() - start
+        self._metrics.blocks_in_use = self.allocator.num_held
+        self._metrics.peak_blocks_in_use = max(self._metrics.peak_blocks_in_use, self.allocator.num_held)
         return scheduled
 
     def _fail_who_has_no_token(self, scored: ScoredStep, verified: VerifyOutput) -> None:
@@ -244,11 +251,11 @@ class Engine:
         """Bring the KV of those who go on into the layout's order."""
         start = time.perf_counter()
         self.kv_layout.realign([sequence for sequence in self.scheduler.running if not sequence.has_ended])
-        self.metrics.rollback_seconds += time.perf_counter() - start
+        self._metrics.rollback_seconds += time.perf_counter() - start
 
     def _finish_who_ended(self, scored: ScoredStep) -> list[RequestOutput]:
         """Publish what may be shared, free who has ended; the outputs of requests that ended with them."""
-        with self.metrics.stage("commit"):
+        with self._metrics.stage("commit"):
             ended: dict[str, None] = {}  # request ids, in order
             for entry in scored.entries:
                 sequence = entry.sequence
@@ -258,7 +265,6 @@ class Engine:
                 if sequence.has_ended:
                     self._finish(sequence, sequence.finish_reason or "error")
                     ended[sequence.request_id] = None
-            self._count_parts()
             requests = [self.requests[request_id] for request_id in ended]
             outputs = []
             for request in requests:
@@ -289,5 +295,5 @@ class Engine:
             other_copied_bytes=copied.other,
             filler_rows=sum(runner.filler_rows for runner in runners),
         )
-        self.metrics.add_parts(self._counted, counted)
+        self._metrics.add_parts(self._counted, counted)
         self._counted = counted

@@ -122,6 +122,8 @@ class ForwardOutput:
 
     def first_rows(self, num_logits: int) -> ForwardOutput:
         """The same without the filler rows behind the first num_logits of logits or argmax."""
+        if num_logits == len(self.logits if self.argmax is None else self.argmax.ok):
+            return self
         if self.argmax is not None:
             argmax = Argmax(*(values[:num_logits] for values in self.argmax))
             return ForwardOutput(None, argmax, self.hidden_states)

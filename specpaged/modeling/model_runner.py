@@ -62,7 +62,7 @@ class ModelRunner:
         logits = output.logits.float()
         if argmax_of is not None:
             return ForwardOutput(None, Argmax.of(logits[:, :argmax_of]), output.hidden_states)
-        return replace(output, logits=logits)
+        return ForwardOutput(logits, None, output.hidden_states)
 
     @torch.inference_mode()
     def greedy_steps(

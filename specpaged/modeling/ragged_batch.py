@@ -131,7 +131,8 @@ def pack(
             start += count
         cu_query_lens.append(len(token_ids))
         logits_idx.extend(range(len(token_ids) - row.num_logits, len(token_ids)))
-        hidden_idx.extend(range(len(token_ids) - row.num_hidden, len(token_ids)))
+        if row.num_hidden:
+            hidden_idx.extend(range(len(token_ids) - row.num_hidden, len(token_ids)))
     width = max(-(-(row.context_len + len(row.token_ids)) // block_size) for row in rows)
     page_table = flat_page_table([row.blocks for row in rows], width)
     context_lens = tuple(row.context_len for row in rows)
