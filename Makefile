@@ -1,6 +1,7 @@
 # make install  set up .venv        make demo   decode the sample prompts, plain and speculative
 # make test     run the tests       make lint   ruff, formatting included
 # make bench    benchmarks          make bench-rollback   what rolling back costs, with a picture in OUT
+# make sanitize the C++ kernels' tests under the address and undefined-behaviour sanitizers
 # make install-vllm  vLLM for CPUs beside it (make test does so)
 # make test-oldest                  the tests on the oldest supported versions, without vLLM
 PYTHON ?= python3
@@ -14,7 +15,7 @@ VLLM ?= $(if $(filter Linux-x86_64,$(shell uname -sm | tr ' ' -)),install-vllm)
 TORCH_INDEX_URL ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org/whl/cpu)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: install install-vllm demo test lint format bench bench-rollback test-oldest clean
+.PHONY: install install-vllm demo test lint format bench bench-rollback sanitize test-oldest clean
 
 install: $(VENV)/.installed
 
@@ -50,6 +51,13 @@ bench: install
 
 bench-rollback: install
 	$(BIN)/python -m pytest benchmarks/test_rollback.py --benchmark-only --benchmark-quiet --durations 0 -q -s --out $(OUT)
+
+# Leaks are not looked for, as Python has its own; nor is memory limited, which the sanitizers need themselves.
+sanitize: install
+	LD_PRELOAD=$$(g++ -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 \
+	CXX="g++ -fsanitize=address,undefined -fno-sanitize-recover=all" SPECPAGED_CACHE=build/sanitize \
+	$(BIN)/python -m pytest tests/kernels/cpu/test_[!b]* tests/kernels/cpu/test_bounds.py \
+	tests/modeling/test_greedy_steps.py tests/modeling/test_hidden_states.py -k "not without_memory"
 
 test-oldest:
 	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt VLLM=

@@ -13,9 +13,10 @@ from specpaged.chat import ChatRenderer, Conversation, conversations
 from specpaged.config import EMBEDDED_DRAFT, EMBEDDED_TARGET, EngineConfig
 from specpaged.drafting import get_drafter
 from specpaged.engine import kv_memory
-from specpaged.engine.engine import Engine, Vocabulary
+from specpaged.engine.engine import Engine
 from specpaged.engine.kv_layout import KVLayout
 from specpaged.engine.report import StartupReport
+from specpaged.engine.vocabulary import Vocabulary
 from specpaged.metrics import RequestMetrics
 from specpaged.modeling.loaded_model import LoadedModel
 from specpaged.modeling.pair import ModelPair
@@ -189,7 +190,7 @@ class LLM:
                 elapsed = bar.format_dict["elapsed"] or 1e-9
                 bar.set_postfix_str(f"{(self.engine.metrics.emitted_tokens - start) / elapsed:.0f} tokens/s", False)
                 bar.update(len(finished))
-        self.engine.check_integrity()
+        self.engine.check_idle()
 
     def _encode(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
         if isinstance(prompt, str):

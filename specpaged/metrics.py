@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from specpaged.engine.kv_layout import CopiedBytes
+    from specpaged.engine.scheduler import Scheduler
+    from specpaged.modeling.model_runner import ModelRunner
 
 STAGES = ("schedule", "score", "verify", "commit", "propose")
 
@@ -76,6 +81,19 @@ class PartCounts(NamedTuple):
     other_copied_bytes: int = 0
     filler_rows: int = 0
 
+    @classmethod
+    def of(cls, scheduler: Scheduler, copied: CopiedBytes, runners: Sequence[ModelRunner]) -> PartCounts:
+        """What they have counted by now."""
+        return cls(
+            preemptions=scheduler.num_preemptions,
+            grouped_rounds=scheduler.num_grouped_rounds,
+            fallback_rounds=scheduler.num_fallback_rounds,
+            rollback_bytes=copied.rollback,
+            gathered_bytes=copied.gather + sum(runner.gathered_bytes for runner in runners),
+            other_copied_bytes=copied.other,
+            filler_rows=sum(runner.filler_rows for runner in runners),
+        )
+
 
 class StageTimer:
     """Several in every step: a class of its own, as contextlib's generators take four times as long."""
@@ -101,7 +119,8 @@ class EngineMetrics(DraftCounters):
     drafts: the memory that speculation holds between scoring and commit. Rollback covers both pools; its seconds
     include the allocator's work, and all copies that a dense KV layout makes. Bytes are those of KV that was written by
     copying: for rollback, to be read by attention ("gathered"), and for the layout's own sake ("other"). Grouped rounds
-    ran several sequences of one length, fallback rounds several of any: EXSPEC's.
+    ran several sequences of one length, fallback rounds several of any: EXSPEC's. Failed steps raised and were run
+    anew; requests without drafts have lost them to a NaN.
     """
 
     steps: int = 0
@@ -125,6 +144,9 @@ class EngineMetrics(DraftCounters):
     grouped_rounds: int = 0
     fallback_rounds: int = 0
     filler_rows: int = 0
+    failed_steps: int = 0
+    failed_proposals: int = 0
+    requests_without_drafts: int = 0
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
 
     def record_draft(self, num_draft_tokens: int, num_accepted: int) -> None:
@@ -134,6 +156,11 @@ class EngineMetrics(DraftCounters):
         per_position.extend([0] * (num_draft_tokens - len(per_position)))
         for position in range(num_accepted):
             per_position[position] += 1
+
+    def record_blocks(self, num_held: int) -> None:
+        """The blocks that sequences hold in this step."""
+        self.blocks_in_use = num_held
+        self.peak_blocks_in_use = max(self.peak_blocks_in_use, num_held)
 
     def add_parts(self, before: PartCounts, now: PartCounts) -> None:
         """Add what was counted between two moments."""

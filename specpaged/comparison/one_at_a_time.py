@@ -51,14 +51,19 @@ def decode(
         return list(tqdm(executor.map(_decode, pairs), total=len(pairs), unit="prompt"))
 
 
-_reference: Reference | None = None  # of a worker process
+# Of a worker process.
+_make: Callable[[], Reference] | None = None
+_reference: Reference | None = None
 
 
 def _start(make: Callable[[], Reference], threads: int) -> None:
-    global _reference
+    global _make
     torch.set_num_threads(threads)
-    _reference = make()
+    _make = make
 
 
 def _decode(pair: tuple[Sequence[int], SamplingParams]) -> list[int]:
+    global _reference
+    if _reference is None:  # not in _start: what fails there breaks the pool, which does not say why
+        _reference = _make()
     return _reference.generate(*pair)

@@ -2,38 +2,32 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
 
 import torch
 
 from specpaged.config import EngineConfig
 from specpaged.drafting.base import Drafter
 from specpaged.engine.kv_layout import KVLayout
+from specpaged.engine.recovery import Recovery, score_and_verify
 from specpaged.engine.request import Request, validate_request
 from specpaged.engine.scheduler import ScheduledStep, Scheduler
 from specpaged.engine.sequence import Sequence, derived_seed
 from specpaged.engine.step import ScoredStep, SpeculativeStep
-from specpaged.engine.stop_checker import StopChecker
+from specpaged.engine.vocabulary import Vocabulary
 from specpaged.metrics import EngineMetrics, PartCounts
 from specpaged.modeling.model_runner import ModelRunner
 from specpaged.outputs import RequestOutput
-from specpaged.paging.block_allocator import BlockAllocator
+from specpaged.paging.block_allocator import BlockAllocator, IntegrityError
 from specpaged.paging.prefix_cache import PrefixCache
 from specpaged.sampling.request import SamplingRequest
-from specpaged.sampling_params import SamplingParams, bad_words_token_ids
+from specpaged.sampling_params import SamplingParams
 from specpaged.verification.base import VerifyOutput
 
-
-@dataclass(frozen=True)
-class Vocabulary:
-    """What the engine knows of tokens: how many, which ones end a text, and how to read them (if it does)."""
-
-    size: int
-    eos_token_ids: tuple[int, ...]
-    tokenizer: object | None
+logger = logging.getLogger("specpaged")
 
 
 class Engine:
@@ -58,10 +52,11 @@ class Engine:
         self.vocabulary = vocabulary
         self.target = target
         self.draft = draft
+        self._runners = [target] if draft is None else [target, draft]
         self.kv_layout = kv_layout
         speculative = config.speculative_config if drafter is not None else None
         self.max_draft_tokens = speculative.max_draft_tokens if speculative else 0
-        self.num_pools = 2 if draft is not None else 1
+        self.num_pools = len(self._runners)
         num_slots = target.kv_cache.num_slots
         if num_slots < config.max_model_len:
             raise ValueError(
@@ -87,6 +82,7 @@ class Engine:
             publishes=self.prefix_cache is not None,
             limit=lambda verified: self.kv_layout.limit(verified),
         )
+        self.recovery = Recovery(self.scheduler, self.speculative_step)
         self.requests: dict[str, Request] = {}
         self._num_seeds_derived = 0
         self._counted = PartCounts()  # of the metrics so far
@@ -114,10 +110,11 @@ class Engine:
             max_draft_tokens=self.max_draft_tokens,
             verification=self.speculative_step.verifier.name,
         )
-        bad_words = ()
-        if params.bad_words:
-            bad_words = bad_words_token_ids(params, self.vocabulary.tokenizer, self.vocabulary.size)
-        seed = params.seed if params.seed is not None else self._derive_seed()
+        bad_words = self.vocabulary.bad_words(params)
+        seed = params.seed
+        if seed is None:
+            seed = derived_seed(self.config.seed, self._num_seeds_derived)
+            self._num_seeds_derived += 1
         sequences: list[Sequence] = []
         for child_idx in range(params.n):
             sequence = self._new_sequence(request_id, prompt_token_ids, params, seed, child_idx, bad_words)
@@ -145,17 +142,31 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[RequestOutput]:
-        """Run one step; the outputs of the requests that ended in it."""
-        scheduled = self._schedule()
-        if not scheduled.entries:
-            return []
-        scored = self.speculative_step.score(scheduled.entries)
-        verified = self.speculative_step.verify(scored)
-        self.speculative_step.commit(scored, verified)
-        self._fail_who_has_no_token(scored, verified)
-        self._realign()
-        self.speculative_step.propose(scored, self.scheduler.reserve_drafts)
-        return self._finish_who_ended(scored)
+        """Run one step; the outputs of the requests that ended in it.
+
+        What fails for one request ends it with an error. What fails for all is tried once more, from their tokens.
+
+        Raises:
+            RuntimeError: a step has failed twice. Who runs has lost its KV and nothing else: the next step is as good
+                as any other.
+            IntegrityError: likewise, and the engine's own state is not what it has to be.
+        """
+        with self.recovery.all_or_nothing():
+            scheduled = self._schedule()
+            if not scheduled.entries:
+                return []
+            scored, verified = score_and_verify(self.speculative_step, scheduled.entries)
+            self.speculative_step.commit(scored, verified)
+            self._fail_who_has_no_token(scored, verified)
+            self._realign()
+            self.speculative_step.propose(scored, self.scheduler.reserve_drafts)
+            return self._finish_who_ended(scheduled)
+        return []
+
+    def check_idle(self) -> None:
+        """IntegrityError if blocks are held though no sequence is here. O(1)."""
+        if self.allocator.num_held and not self.has_unfinished_requests:
+            raise IntegrityError(f"{self.allocator.num_held} blocks are held, and no sequence is here to hold them")
 
     def check_integrity(self) -> None:
         """Free + held == total, and every block held is held by a sequence of this engine."""
@@ -182,14 +193,6 @@ class Engine:
         """The totals without what the engine's parts have counted since somebody last asked."""
         return self.speculative_step.metrics
 
-    @property
-    def _runners(self) -> list[ModelRunner]:
-        return [self.target] if self.draft is None else [self.target, self.draft]
-
-    def _derive_seed(self) -> int:
-        self._num_seeds_derived += 1
-        return derived_seed(self.config.seed, self._num_seeds_derived - 1)
-
     def _new_sequence(
         self,
         request_id: str,
@@ -206,15 +209,9 @@ class Engine:
         table = self.kv_layout.new_table(self.allocator, self.num_pools if max_draft_tokens else 1)
         child_seed = (seed + child_idx) % 2**64
         sequence = Sequence(request_id, list(prompt_token_ids), params, child_seed, table, max_draft_tokens, child_idx)
-        stop_ids = {*self.vocabulary.eos_token_ids, *params.stop_token_ids}
-        sequence.sampling_request = SamplingRequest.of(sequence, stop_ids, bad_words)
-        sequence.stop_checker = StopChecker(
-            params,
-            self.vocabulary.eos_token_ids,
-            self.vocabulary.tokenizer,
-            max_output_tokens=self.config.max_model_len - len(prompt_token_ids),
-            prompt_token_ids=sequence.prompt_token_ids,
-        )
+        sequence.sampling_request = SamplingRequest.of(sequence, self.vocabulary.stop_ids(params), bad_words)
+        room = self.config.max_model_len - len(prompt_token_ids)
+        sequence.stop_checker = self.vocabulary.stop_checker(params, sequence.prompt_token_ids, room)
         return sequence
 
     def _schedule(self) -> ScheduledStep:
@@ -225,15 +222,13 @@ class Engine:
                 self.speculative_step.forget(sequence)
             if not scheduled.entries and self.has_unfinished_requests:
                 raise RuntimeError(f"no sequence can run, and {len(self.scheduler)} wait: {list(self.scheduler)}")
-            if scheduled.forks:
-                for runner in self._runners:
-                    self._metrics.fork_copied_bytes += runner.kv_cache.copy_blocks(scheduled.forks)
+            for runner in self._runners if scheduled.forks else ():
+                self._metrics.fork_copied_bytes += runner.kv_cache.copy_blocks(scheduled.forks)
         if scheduled.entries:
             start = time.perf_counter()
             self.kv_layout.place(scheduled.entries)
             self._metrics.rollback_seconds += time.perf_counter() - start
-        self._metrics.blocks_in_use = self.allocator.num_held
-        self._metrics.peak_blocks_in_use = max(self._metrics.peak_blocks_in_use, self.allocator.num_held)
+        self._metrics.record_blocks(self.allocator.num_held)
         return scheduled
 
     def _fail_who_has_no_token(self, scored: ScoredStep, verified: VerifyOutput) -> None:
@@ -253,11 +248,11 @@ class Engine:
         self.kv_layout.realign([sequence for sequence in self.scheduler.running if not sequence.has_ended])
         self._metrics.rollback_seconds += time.perf_counter() - start
 
-    def _finish_who_ended(self, scored: ScoredStep) -> list[RequestOutput]:
+    def _finish_who_ended(self, scheduled: ScheduledStep) -> list[RequestOutput]:
         """Publish what may be shared, free who has ended; the outputs of requests that ended with them."""
         with self._metrics.stage("commit"):
             ended: dict[str, None] = {}  # request ids, in order
-            for entry in scored.entries:
+            for entry in scheduled.entries:
                 sequence = entry.sequence
                 # Not before the sequence samples: its logits are the first to show a NaN in any of its KV.
                 if self.prefix_cache is not None and entry.samples and sequence.error is None:
@@ -276,7 +271,10 @@ class Engine:
     def _publish(self, sequence: Sequence) -> None:
         """Offer the sequence's full blocks to the prefix cache, if every pool holds their KV."""
         if len(sequence.page_table.context_lens) == self.num_pools:
-            self.prefix_cache.publish(sequence.page_table, sequence.token_ids)
+            try:
+                self.prefix_cache.publish(sequence.page_table, sequence.token_ids)
+            except Exception:  # it is computed again by whoever could have found it
+                logger.warning("KV of request %r is not published:", sequence.request_id, exc_info=True)
 
     def _finish(self, sequence: Sequence, reason: str) -> None:
         sequence.finish_reason = reason
@@ -285,15 +283,6 @@ class Engine:
 
     def _count_parts(self) -> None:
         """Add to the metrics what the engine's parts have counted since the last time: theirs go on for life."""
-        scheduler, copied, runners = self.scheduler, self.kv_layout.copied, self._runners
-        counted = PartCounts(
-            preemptions=scheduler.num_preemptions,
-            grouped_rounds=scheduler.num_grouped_rounds,
-            fallback_rounds=scheduler.num_fallback_rounds,
-            rollback_bytes=copied.rollback,
-            gathered_bytes=copied.gather + sum(runner.gathered_bytes for runner in runners),
-            other_copied_bytes=copied.other,
-            filler_rows=sum(runner.filler_rows for runner in runners),
-        )
+        counted = PartCounts.of(self.scheduler, self.kv_layout.copied, self._runners)
         self._metrics.add_parts(self._counted, counted)
         self._counted = counted

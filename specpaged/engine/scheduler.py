@@ -79,6 +79,10 @@ class Scheduler(Protocol):
         """Decide the next step. Blocks for every token that it will write are reserved on return."""
         ...
 
+    def preempt_all(self) -> list[Sequence]:
+        """Take the KV of all that run, who wait then, oldest first; who they are."""
+        ...
+
     def reserve_drafts(self, sequences: SequenceOf[Sequence]) -> list[int]:
         """How many draft tokens to make for sequences that have just been committed; slots for them are reserved."""
         ...

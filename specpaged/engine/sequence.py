@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import logging
 from collections.abc import Sequence as SequenceOf
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,8 @@ from specpaged.metrics import RequestMetrics
 if TYPE_CHECKING:
     from specpaged.paging.page_table import PageTable
     from specpaged.sampling_params import SamplingParams
+
+logger = logging.getLogger("specpaged")
 
 
 def derived_seed(seed: int, count: int) -> int:
@@ -108,6 +111,11 @@ class Sequence:
     def is_finished(self) -> bool:
         """Whether the sequence has ended, for whatever reason."""
         return self.status is SequenceStatus.FINISHED
+
+    def fail(self, error: Exception) -> None:
+        """Ends with an error of its own, at the end of the step."""
+        logger.error("request %r ends:", self.request_id, exc_info=error)
+        self.error = f"request {self.request_id!r}: {type(error).__name__}: {error}"
 
     def append(self, token_id: int) -> None:
         """One more output token."""

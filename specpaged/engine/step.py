@@ -40,7 +40,7 @@ class ScoredStep:
     entries: SequenceOf[ScheduledSequence]
     drafts: DraftOutput  # of the entries that sample, in order
     sampling: SamplingBatch  # likewise
-    logits: Tensor | Argmax  # [M, V] fp32; these and the rest as TargetPass has them
+    logits: Tensor | Argmax | None  # [M, V] fp32, until it is verified; these and the rest as TargetPass has them
     prompt_logits: dict[Sequence, Tensor]
     hidden_states: dict[Sequence, HiddenStates]
 
@@ -134,14 +134,16 @@ class SpeculativeStep:
                     if result is not None:
                         num_kept = self._emit(entry, *result)
                 except Exception as error:  # a tokenizer's own, of this request alone
-                    logger.exception("request %r ends", sequence.request_id)
-                    sequence.error = f"request {sequence.request_id!r}: {type(error).__name__}: {error}"
+                    sequence.fail(error)
                 sequence.page_table.advance(TARGET, entry.num_new_tokens + entry.num_draft_tokens)
                 if sequence.draft or entry.draft:  # a host may bring a draft that is not the sequence's own
                     rollbacks.append((entry, entry.num_known + num_kept))
                     sequence.draft = NO_DRAFT
             for i in verified.rescored:
-                scored.sampling_entries[i].sequence.max_draft_tokens = 0
+                sequence = scored.sampling_entries[i].sequence
+                sequence.max_draft_tokens = 0
+                metrics.requests_without_drafts += 1
+                logger.warning("request %r drafts no more: NaN beside its drafts", sequence.request_id)
             self._roll_back(rollbacks)
 
     def propose(self, scored: ScoredStep, reserve: Callable[[SequenceOf[Sequence]], list[int]]) -> None:
@@ -170,11 +172,19 @@ class SpeculativeStep:
                 return
             self._noise = scored.sampling.noise  # of which some is for tokens that are to be decided anew
             sampling = self.sampling([sequence.sampling_request for sequence in drafting])
-            drafts = self.drafter.propose(rows, sampling)
-            for row, table in zip(rows, tables, strict=True):
-                if row.token_ids:
-                    num_drafted = len(drafts[row.request_idx]) if row.num_draft_tokens > 0 else 0
-                    table.advance(DRAFT, len(row.token_ids) + max(0, num_drafted - 1))
+            try:
+                drafts = self.drafter.propose(rows, sampling)
+            except Exception:  # whatever is drafted, outputs are the same: nobody ends for it
+                self.metrics.failed_proposals += 1
+                logger.warning("a proposal of %d sequences failed; they have no drafts:", len(rows), exc_info=True)
+                drafts = [NO_DRAFT] * len(drafting)
+                for row in rows:
+                    self.drafter.forget(row.sequence)
+            else:
+                for row, table in zip(rows, tables, strict=True):
+                    if row.token_ids:
+                        num_drafted = len(drafts[row.request_idx]) if row.num_draft_tokens > 0 else 0
+                        table.advance(DRAFT, len(row.token_ids) + max(0, num_drafted - 1))
             if self.agree is not None and drafts:
                 agreed = self.agree([list(draft.token_ids) for draft in drafts])
                 drafts = [replace(draft, token_ids=ids) for draft, ids in zip(drafts, agreed, strict=True)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 from collections.abc import Collection
 
@@ -12,7 +14,9 @@ from specpaged.config import ATTENTION_BACKENDS
 from specpaged_kernels import limits
 from specpaged_kernels.cpu import library
 
-ENVIRONMENT = "SPECPAGED_ATTENTION_BACKEND"  # overrides the argument
+ENVIRONMENT = "SPECPAGED_ATTENTION_BACKEND"  # what "auto" is, if it is set
+
+logger = logging.getLogger("specpaged")
 
 
 def choose_backend(
@@ -30,7 +34,7 @@ def choose_backend(
         ValueError: the backend that the argument or the environment names is unknown, or cannot run this model here.
     """
     name, wanted = "attention_backend", attention_backend
-    if ENVIRONMENT in os.environ:
+    if wanted == "auto" and ENVIRONMENT in os.environ:
         name, wanted = ENVIRONMENT, os.environ[ENVIRONMENT]
     check_choice(name, wanted, ATTENTION_BACKENDS)
     if wanted == "torch":
@@ -47,5 +51,12 @@ def choose_backend(
     if reason is None:
         return backend, None
     if wanted == "auto":
+        _warn_of_torch(reason)
         return "torch", reason
     raise ValueError(f"{name}={wanted!r} cannot be used: {reason}; allowed: 'torch', or 'auto'")
+
+
+@functools.cache
+def _warn_of_torch(reason: str) -> None:
+    """Once: a target and a draft have the same reason."""
+    logger.warning("passes run on torch's kernels, which are several times slower than ours: %s", reason)

@@ -223,7 +223,7 @@ def _load_config(model: str, trust_remote_code: bool) -> PreTrainedConfig:
         )
     try:
         return AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # a config class may raise anything of what it does not expect
         if local:
             raise ValueError(f"model {model!r}: config.json cannot be used: {first_line(error)}") from error
         raise ValueError(

@@ -28,14 +28,16 @@ class LeasedPageTable(PageTable):
         self.num_blocks = num_blocks  # ids are 1 .. num_blocks
 
     def lend(self, blocks: Sequence[int]) -> None:
-        """Append blocks that their owner lends to the sequence."""
+        """Append blocks that their owner lends to the sequence. ValueError, and none of them, if one is not there."""
+        self._check_blocks(blocks)
         self.blocks.extend(blocks)
 
     def restart(self, blocks: Sequence[int], num_tokens: int) -> None:
         """Replace all blocks by others that hold valid KV of num_tokens tokens in every pool.
 
-        ValueError past their capacity.
+        ValueError past their capacity, or for blocks that are not there.
         """
+        self._check_blocks(blocks)
         if not 0 <= num_tokens <= len(blocks) * self.block_size:
             raise ValueError(
                 f"num_tokens must be in 0..{len(blocks) * self.block_size}, the capacity of {len(blocks)} blocks, "
@@ -62,6 +64,11 @@ class LeasedPageTable(PageTable):
         for pool, context_len in enumerate(self.context_lens):
             if not 0 <= context_len <= self.capacity:
                 raise IntegrityError(f"pool {pool} has {context_len} valid tokens, capacity {self.capacity}")
+
+    def _check_blocks(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            if not 0 < block <= self.num_blocks:
+                raise ValueError(f"blocks must be in 1..{self.num_blocks}, got {block!r}")
 
     @override
     def _drop(self, num_kept: int) -> int:

@@ -84,13 +84,12 @@ class PrefixCache:
         num_new = 0
         for i in range(start, num_full):
             tokens = tuple(token_ids[i * size : (i + 1) * size])
-            child = node.children.get(tokens)
-            if child is None:
-                child = node.children[tokens] = _Node(node, tokens)
+            child = node.children.get(tokens) or _Node(node, tokens)
             if child.block == 0:
-                block = child.block = table.blocks[i]
-                self._nodes[block] = child
-                self._allocator.mark_cached(block)
+                block = table.blocks[i]
+                self._allocator.mark_cached(block)  # which may refuse it: nothing has changed yet
+                child.block = block
+                self._nodes[block] = node.children[tokens] = child
                 num_new += 1
             node = child
         table.num_published, table.published_tail = num_full, node

@@ -106,6 +106,13 @@ class ContinuousScheduler:
 
         return ScheduledStep(self._with_drafts(num_new_tokens), tuple(forks), tuple(self._preempted))
 
+    def preempt_all(self) -> list[Sequence]:
+        """Take the KV of all that run, who wait then, oldest first; who they are."""
+        self._preempted = []
+        for sequence in list(reversed(self.running)):
+            self._preempt(sequence)
+        return self._preempted
+
     def reserve_drafts(self, sequences: SequenceOf[Sequence]) -> list[int]:
         """How many draft tokens to make for sequences that have just been committed, with slots for them reserved.
 

@@ -59,10 +59,6 @@ inline std::vector<int64_t> places(const std::vector<int64_t>& rows, const int64
     return found;
 }
 
-inline bool all_below(const int64_t* values, int64_t count, int64_t end) {
-    return std::all_of(values, values + count, [end](int64_t value) { return value >= 0 && value < end; });
-}
-
 // pools: by layer [P * S, 2, Hkv, D]; hidden_states may be null.
 template <typename T>
 void forward(const Decoder& decoder, Pass pass, void* const* pools, const int64_t* token_ids,
@@ -70,7 +66,7 @@ void forward(const Decoder& decoder, Pass pass, void* const* pools, const int64_
              const HiddenStates* hidden_states) {
     const int64_t hidden = decoder.hidden_size, inner = decoder.intermediate_size, head_dim = decoder.head_dim;
     const int64_t q_size = decoder.num_heads * head_dim, qkv_size = q_size + 2 * decoder.num_kv_heads * head_dim;
-    const int threads = pass.num_threads;
+    const int threads = int(pass.num_threads);
     int64_t num_rows = pass.num_rows;
     // The rows that the last layer runs for behind its attention: from there on, no row is another one's concern.
     const bool all_rows = !logits_idx && num_logits == num_rows;
@@ -126,7 +122,7 @@ void forward(const Decoder& decoder, Pass pass, void* const* pools, const int64_
                         decoder.num_heads + decoder.num_kv_heads, head_dim);
         const T* key = qkv.data() + q_size;
         const T* value = key + decoder.num_kv_heads * head_dim;
-        pass.window = int(layer.window);
+        pass.window = layer.window;
         attend(pass, qkv.data(), qkv_size, head_dim, key, qkv_size, head_dim, value, qkv_size, head_dim,
                (T*)pools[layer_idx], attended.data());
         if (layer_idx + 1 == decoder.num_layers && num_outputs == 0) return;
@@ -171,15 +167,18 @@ struct Step {
     float* logprobs;                        // [num_logits]: found, their log-softmax
 };
 
+// Whether all indices of a pass lie in their tables; token_ids may be null, where they are a pass's own.
 inline int outside(const Decoder& decoder, const Pass& pass, const int64_t* token_ids, const int64_t* positions,
                    const int64_t* logits_idx, int64_t num_logits, const HiddenStates* hidden_states) {
-    if (!all_below(token_ids, pass.num_rows, decoder.vocab_size)) return 1;
-    if (!all_below(positions, pass.num_rows, decoder.num_positions)) return 2;
-    if (logits_idx && !all_below(logits_idx, num_logits, pass.num_rows)) return 3;
-    if (!hidden_states) return 0;
-    if (!all_below(hidden_states->rows, hidden_states->num_rows, pass.num_rows)) return 6;
-    if (!all_below(hidden_states->layers, hidden_states->num_layers, decoder.num_layers)) return 7;
-    return 0;
+    const int status = outside(pass);
+    if (status != OK) return status;
+    if (token_ids && !all_below(token_ids, pass.num_rows, decoder.vocab_size)) return TOKEN_IDS;
+    if (!all_below(positions, pass.num_rows, decoder.num_positions)) return POSITIONS;
+    if (logits_idx && !all_below(logits_idx, num_logits, pass.num_rows)) return LOGITS_IDX;
+    if (!hidden_states) return OK;
+    if (!all_below(hidden_states->rows, hidden_states->num_rows, pass.num_rows)) return HIDDEN_IDX;
+    if (!all_below(hidden_states->layers, hidden_states->num_layers, decoder.num_layers)) return LAYER_INPUTS;
+    return OK;
 }
 
 // The log-softmax of the largest of logits [size].
@@ -197,7 +196,16 @@ float largest_logprob(const T* logits, int64_t size, float largest) {
 template <typename T>
 int greedy_steps(const Decoder& decoder, const Step* steps, int64_t num_steps, void* const* pools,
                  const int64_t* token_ids, int64_t num_ids) {
-    if (num_ids < 1 || num_ids > decoder.vocab_size) return 5;
+    if (num_ids < 1 || num_ids > decoder.vocab_size) return VOCAB_SIZE;
+    for (int64_t s = 0; s < num_steps; ++s) {
+        const Step& step = steps[s];
+        const int64_t num_rows = step.call.num_rows, num_sources = s ? steps[s - 1].num_logits : num_rows;
+        if (step.source_idx ? !all_below(step.source_idx, num_rows, num_sources) : num_rows != num_sources)
+            return SOURCE_IDX;
+        const int status = outside(decoder, step.call, s ? nullptr : token_ids, step.positions, step.logits_idx,
+                                   step.num_logits, nullptr);
+        if (status != OK) return status;
+    }
     std::vector<int64_t> continued;
     std::vector<T> logits;
     for (int64_t s = 0; s < num_steps; ++s) {
@@ -205,16 +213,11 @@ int greedy_steps(const Decoder& decoder, const Step* steps, int64_t num_steps, v
         if (s) {
             const Step& before = steps[s - 1];
             const int64_t num_rows = step.call.num_rows, *source_idx = step.source_idx;
-            if (source_idx ? !all_below(source_idx, num_rows, before.num_logits) : num_rows != before.num_logits)
-                return 4;
             continued.resize(size_t(num_rows));
             for (int64_t row = 0; row < num_rows; ++row)
                 continued[size_t(row)] = before.token_ids[source_idx ? source_idx[row] : row];
             token_ids = continued.data();
         }
-        const int problem =
-            outside(decoder, step.call, token_ids, step.positions, step.logits_idx, step.num_logits, nullptr);
-        if (problem) return problem;
         logits.resize(size_t(step.num_logits * decoder.vocab_size));
         forward(decoder, step.call, pools, token_ids, step.positions, step.logits_idx, step.num_logits, logits.data(),
                 nullptr);
@@ -227,27 +230,30 @@ int greedy_steps(const Decoder& decoder, const Step* steps, int64_t num_steps, v
             step.logprobs[row] = largest_logprob(values, num_ids, to_float(values[best]));
         }
     }
-    return 0;
+    return OK;
 }
 
 }  // namespace
 
 // token_ids and positions [num_rows]; logits_idx [num_logits], or null where that is all rows; logits [num_logits, V];
-// hidden_states may be null. Returns 0, or which index leads outside of its table: 1 a token id, 2 a position, 3 an entry
-// of logits_idx, 4 of source_idx, 5 the number of ids to choose from, 6 a row or 7 a layer of the hidden states.
+// hidden_states may be null. Returns a Status.
 #undef DEFINE
 #define DEFINE(SUFFIX, TYPE)                                                                                          \
     extern "C" int decoder_##SUFFIX(const Decoder* decoder, const Pass* pass, void* const* pools,                     \
                                     const int64_t* token_ids, const int64_t* positions, const int64_t* logits_idx,    \
                                     int64_t num_logits, void* logits, const HiddenStates* hidden_states) {            \
-        const int problem = outside(*decoder, *pass, token_ids, positions, logits_idx, num_logits, hidden_states);    \
-        if (problem) return problem;                                                                                  \
-        forward(*decoder, *pass, pools, token_ids, positions, logits_idx, num_logits, (TYPE*)logits, hidden_states);  \
-        return 0;                                                                                                     \
+        return guarded([&] {                                                                                          \
+            const int status =                                                                                        \
+                outside(*decoder, *pass, token_ids, positions, logits_idx, num_logits, hidden_states);                \
+            if (status != OK) return status;                                                                          \
+            forward(*decoder, *pass, pools, token_ids, positions, logits_idx, num_logits, (TYPE*)logits,              \
+                    hidden_states);                                                                                   \
+            return int(OK);                                                                                           \
+        });                                                                                                           \
     }                                                                                                                 \
     extern "C" int greedy_steps_##SUFFIX(const Decoder* decoder, const Step* steps, int64_t num_steps,                \
                                          void* const* pools, const int64_t* token_ids, int64_t num_ids) {             \
-        return greedy_steps<TYPE>(*decoder, steps, num_steps, pools, token_ids, num_ids);                             \
+        return guarded([&] { return greedy_steps<TYPE>(*decoder, steps, num_steps, pools, token_ids, num_ids); });    \
     }
 
 DEFINE(float32, float)

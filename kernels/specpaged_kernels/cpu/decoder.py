@@ -67,17 +67,6 @@ class Step(ctypes.Structure):
     ]
 
 
-OUTSIDE = {
-    1: "token_ids",
-    2: "positions",
-    3: "logits_idx",
-    4: "source_idx",
-    5: "vocab_size",
-    6: "hidden_idx",
-    7: "layer_inputs",
-}  # what a result other than 0 says
-
-
 @functools.cache
 def functions() -> dict:
     """A pass, in each dtype. Raises BuildError."""

@@ -11,6 +11,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "status.h"
 #include "vectors.h"
 
 namespace {
@@ -99,30 +100,37 @@ void linear(const T* x, int64_t x_row, int64_t num_rows, const T* weight, const 
     const int task_panels = converts ? 1 : 4;
     const int64_t num_panels = (out_features + PANEL - 1) / PANEL, panel_size = in_features * PANEL;
     const int64_t num_tasks = (num_panels + task_panels - 1) / task_panels;
+    Programs programs;
 #pragma omp parallel for schedule(static) num_threads(num_threads) if (num_threads > 1)
     for (int64_t task = 0; task < num_tasks; ++task) {
         const int64_t panel = task * task_panels;
         const int panels = int(std::min<int64_t>(task_panels, num_panels - panel));
         const T* weights = weight + panel * panel_size;
         if (converts)
-            multiply_rows(converted.data(), in_features, num_rows,
-                          as_floats(weights, panels, panel_size, panel_size).data(), bias, in_features, out_features,
-                          panel * PANEL, panels, y);
+            programs.run([&] {
+                multiply_rows(converted.data(), in_features, num_rows,
+                              as_floats(weights, panels, panel_size, panel_size).data(), bias, in_features,
+                              out_features, panel * PANEL, panels, y);
+            });
         else
             multiply_rows(x, x_row, num_rows, weights, bias, in_features, out_features, panel * PANEL, panels, y);
     }
+    programs.rethrow();
 }
 
 }  // namespace
 
 // x [M, K]: x_row elements from row to row; weight [ceil(N / PANEL), K, PANEL], zeros behind N; bias [N] or null;
-// y [M, N] contiguous.
+// y [M, N] contiguous. Returns a Status.
 #undef DEFINE
 #define DEFINE(NAME, TYPE)                                                                                       \
-    extern "C" void NAME(const void* x, int64_t x_row, int64_t num_rows, const void* weight, const void* bias,   \
-                         int64_t in_features, int64_t out_features, void* y, int num_threads) {                  \
-        linear((const TYPE*)x, x_row, num_rows, (const TYPE*)weight, (const TYPE*)bias, in_features,             \
-               out_features, (TYPE*)y, num_threads);                                                             \
+    extern "C" int NAME(const void* x, int64_t x_row, int64_t num_rows, const void* weight, const void* bias,    \
+                        int64_t in_features, int64_t out_features, void* y, int num_threads) {                   \
+        return guarded([&] {                                                                                     \
+            linear((const TYPE*)x, x_row, num_rows, (const TYPE*)weight, (const TYPE*)bias, in_features,         \
+                   out_features, (TYPE*)y, num_threads);                                                         \
+            return int(OK);                                                                                      \
+        });                                                                                                      \
     }
 
 DEFINE(linear_float32, float)

@@ -8,14 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specpaged_kernels.cpu.library import INT, POINTER, SIZE, functions
+from specpaged_kernels.cpu.library import INT, POINTER, SIZE, check_status, check_tensor, functions
 
 PANEL = 16  # outputs; as in the C++ file
 
 
 @functools.cache
 def _functions() -> dict:
-    return functions("linear", [POINTER, SIZE, SIZE, POINTER, POINTER, SIZE, SIZE, POINTER, INT])
+    return functions("linear", [POINTER, SIZE, SIZE, POINTER, POINTER, SIZE, SIZE, POINTER, INT], INT)
 
 
 def pack(weight: Tensor) -> Tensor:
@@ -32,13 +32,15 @@ def linear(
 ) -> Tensor:  # [M, N] dtype
     """x times the weight's transpose, plus the bias: summed over K in order in float32, rounded once."""
     num_rows, in_features = x.shape
-    if x.dtype != packed.dtype or packed.shape != (-(-out_features // PANEL), in_features, PANEL):
-        raise ValueError(f"x {list(x.shape)} {x.dtype} and packed {list(packed.shape)} {packed.dtype} do not fit")
+    check_tensor("x", x, x.shape, packed.dtype, contiguous=False)
+    check_tensor("packed", packed, (-(-out_features // PANEL), in_features, PANEL), packed.dtype)
+    check_tensor("bias", bias, (out_features,), packed.dtype)
     if x.stride(1) != 1:
         x = x.contiguous()
     y = torch.empty(num_rows, out_features, dtype=x.dtype)
-    _functions()[x.dtype](
+    status = _functions()[x.dtype](
         x.data_ptr(), x.stride(0), num_rows, packed.data_ptr(), None if bias is None else bias.data_ptr(),
         in_features, out_features, y.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
+    check_status(status)
     return y

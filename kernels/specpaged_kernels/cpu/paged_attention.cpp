@@ -17,6 +17,7 @@
 #include <cmath>
 #include <vector>
 
+#include "status.h"
 #include "vectors.h"
 
 namespace {
@@ -192,16 +193,37 @@ void add_values(Row* const (&rows)[ROWS], const T* const* values, const T* const
 }
 
 struct Pass {
-    int num_seqs, num_tokens, num_rows, block_size, num_heads, num_kv_heads, head_dim, num_threads;
-    int64_t table_stride, block_stride;  // slots from a block to the next one: block_size where blocks are pages
+    int64_t num_seqs, num_tokens, num_rows, block_size, num_heads, num_kv_heads, head_dim, num_threads;
+    int64_t num_slots;                   // of the pool
+    int64_t table_width, table_stride;   // blocks of a sequence in the table; entries from one sequence to the next
+    int64_t block_stride;                // slots from a block to the next one: block_size where blocks are pages
     const int64_t* slot_mapping;   // [num_tokens]
-    const int32_t* page_table;     // [B, table_stride]
+    const int32_t* page_table;     // [B, table_width]
     const int32_t* cu_query_lens;  // [B + 1]
     const int32_t* context_lens;   // [B]
     float scaling, softcap;        // softcap 0: none
-    int window;                    // 0: none
+    int64_t window;                // 0: none
     const float* sinks;            // [Hq] or null
 };
+
+// Whether a pass stays within its pool and its tables; no entry that it does not read is looked at.
+inline int outside(const Pass& pass) {
+    const int32_t* bounds = pass.cu_query_lens;
+    if (bounds[0] != 0 || bounds[pass.num_seqs] != pass.num_tokens) return CU_QUERY_LENS;
+    if (!std::is_sorted(bounds, bounds + pass.num_seqs + 1)) return CU_QUERY_LENS;
+    for (int64_t seq = 0; seq < pass.num_seqs; ++seq) {
+        const int64_t count = bounds[seq + 1] - bounds[seq];
+        const int64_t end = pass.context_lens[seq] + count;
+        if (pass.context_lens[seq] < 0 || end > INT32_MAX - 2 * CHUNK) return CONTEXT_LENS;
+        const int32_t* table = pass.page_table + seq * pass.table_stride;
+        for (int64_t start = 0, block = 0; count > 0 && start < end; start += pass.block_size, ++block) {
+            if (block >= pass.table_width) return CONTEXT_LENS;
+            const int64_t slot = int64_t(table[block]) * pass.block_stride;
+            if (table[block] < 0 || slot + std::min(pass.block_size, end - start) > pass.num_slots) return PAGE_TABLE;
+        }
+    }
+    return all_below(pass.slot_mapping, pass.num_tokens, pass.num_slots) ? OK : SLOT_MAPPING;
+}
 
 struct Tile {  // query tokens first .. last - 1 of a sequence
     int seq, first, last;
@@ -211,8 +233,8 @@ struct Tile {  // query tokens first .. last - 1 of a sequence
 template <typename T>
 void locate(const Pass& pass, int seq, int start, int count, const T* pool, const T** slots) {
     const int32_t* table = pass.page_table + seq * pass.table_stride;
-    const int64_t slot_size = 2 * int64_t(pass.num_kv_heads) * pass.head_dim;
-    int block = start / pass.block_size, offset = start % pass.block_size;
+    const int64_t slot_size = 2 * pass.num_kv_heads * pass.head_dim;
+    int64_t block = start / pass.block_size, offset = start % pass.block_size;
     for (int i = 0; i < count; ++i) {
         slots[i] = pool + (int64_t(table[block]) * pass.block_stride + offset) * slot_size;
         if (++offset == pass.block_size) {
@@ -233,7 +255,8 @@ template <bool WHOLE, typename T>
 void attend_tile(const Pass& pass, const Tile& tile, int first_head, int last_head, const T* query, int64_t query_row,
                  int64_t query_head, const T* pool, T* output) {
     static thread_local Scratch scratch;
-    const int head_dim = pass.head_dim, group = pass.num_heads / pass.num_kv_heads, num_heads = last_head - first_head;
+    const int head_dim = int(pass.head_dim), group = int(pass.num_heads / pass.num_kv_heads);
+    const int num_heads = last_head - first_head, window = int(std::min<int64_t>(pass.window, INT32_MAX));
     const int rows_of_head = (tile.last - tile.first) * group, num_rows = rows_of_head * num_heads;
     scratch.queries.resize(size_t(num_rows) * head_dim);
     scratch.outputs.assign(size_t(num_rows) * head_dim, 0.0f);
@@ -253,11 +276,11 @@ void attend_tile(const Pass& pass, const Tile& tile, int first_head, int last_he
         row.max = pass.sinks ? pass.sinks[head] : -INFINITY;
         row.sum = pass.sinks ? 1.0f : 0.0f;
         row.last = pass.context_lens[tile.seq] + token;
-        row.first = pass.window > 0 ? std::max(0, row.last - pass.window + 1) : 0;
+        row.first = window > 0 ? std::max(0, row.last - window + 1) : 0;
         nearest = std::min(nearest, row.first);
         farthest = std::max(farthest, row.last);
     }
-    const int64_t values_behind = int64_t(pass.num_kv_heads) * head_dim;
+    const int64_t values_behind = pass.num_kv_heads * head_dim;
     const int first_chunk = nearest / CHUNK * CHUNK;
     const T *slots[2][CHUNK], *keys[CHUNK], *values[CHUNK], *next[CHUNK];
     const auto count_at = [&](int start) { return std::max(0, std::min(CHUNK, farthest - start + 1)); };
@@ -323,8 +346,9 @@ void attend_tile(const Pass& pass, const Tile& tile, int first_head, int last_he
 template <typename T>
 void attend(const Pass& pass, const T* query, int64_t query_row, int64_t query_head, const T* key, int64_t key_row,
             int64_t key_head, const T* value, int64_t value_row, int64_t value_head, T* pool, T* output) {
-    const int head_dim = pass.head_dim, group = pass.num_heads / pass.num_kv_heads;
-    const int64_t kv_stride = int64_t(pass.num_kv_heads) * head_dim;
+    const int head_dim = int(pass.head_dim), num_kv_heads = int(pass.num_kv_heads);
+    const int num_threads = int(pass.num_threads);
+    const int64_t kv_stride = pass.num_kv_heads * head_dim;
     for (int64_t row = 0; row < pass.num_tokens; ++row) {
         T* slot = pool + pass.slot_mapping[row] * 2 * kv_stride;
         for (int64_t head = 0; head < pass.num_kv_heads; ++head) {
@@ -336,22 +360,27 @@ void attend(const Pass& pass, const T* query, int64_t query_row, int64_t query_h
     static thread_local std::vector<Tile> list;
     std::vector<Tile>& tiles = list;  // of the thread that called
     tiles.clear();
-    const int tokens = std::max(1, MAX_TILE_ROWS / group);
+    const int tokens = std::max(1, MAX_TILE_ROWS / int(pass.num_heads / num_kv_heads));
     for (int seq = 0; seq < pass.num_seqs; ++seq) {
         const int count = pass.cu_query_lens[seq + 1] - pass.cu_query_lens[seq];
         for (int first = 0; first < count; first += tokens)
             tiles.push_back({seq, first, std::min(first + tokens, count)});
     }
     // Heads of a tile stay together unless threads would go without work.
-    const int parts = int(tiles.size()) < 4 * pass.num_threads && pass.num_threads > 1 ? pass.num_kv_heads : 1;
-    const int heads = pass.num_kv_heads / parts, num_programs = int(tiles.size()) * parts;
-#pragma omp parallel for schedule(dynamic) num_threads(pass.num_threads) if (pass.num_threads > 1)
+    const int parts = int(tiles.size()) < 4 * num_threads && num_threads > 1 ? num_kv_heads : 1;
+    const int heads = num_kv_heads / parts, num_programs = int(tiles.size()) * parts;
+    Programs programs;
+#pragma omp parallel for schedule(dynamic) num_threads(num_threads) if (num_threads > 1)
     for (int program = 0; program < num_programs; ++program) {
         const int first_head = program % parts * heads;
-        (head_dim % LANES == 0 ? attend_tile<true, T> : attend_tile<false, T>)(
-            pass, tiles[program / parts], first_head, first_head + heads, query, query_row, query_head, pool, output);
+        programs.run([&] {
+            (head_dim % LANES == 0 ? attend_tile<true, T> : attend_tile<false, T>)(
+                pass, tiles[program / parts], first_head, first_head + heads, query, query_row, query_head, pool,
+                output);
+        });
     }
-    const int64_t row_size = int64_t(pass.num_heads) * head_dim;
+    programs.rethrow();
+    const int64_t row_size = pass.num_heads * head_dim;
     std::memset(output + pass.num_tokens * row_size, 0, (pass.num_rows - pass.num_tokens) * row_size * sizeof(T));
 }
 
@@ -359,13 +388,19 @@ void attend(const Pass& pass, const T* query, int64_t query_row, int64_t query_h
 
 // query [num_rows, Hq, D], key and value [num_rows, Hkv, D]: strides in elements, D contiguous.
 // pool [P * S, 2, Hkv, D] and output [num_rows, Hq, D]: contiguous. Rows from num_tokens on are filler: zeros.
+// Returns a Status.
 #undef DEFINE
 #define DEFINE(NAME, TYPE)                                                                                             \
-    extern "C" void NAME(const Pass* pass, const void* query, int64_t query_row, int64_t query_head, const void* key, \
-                         int64_t key_row, int64_t key_head, const void* value, int64_t value_row, int64_t value_head, \
-                         void* pool, void* output) {                                                                   \
-        attend(*pass, (const TYPE*)query, query_row, query_head, (const TYPE*)key, key_row, key_head,                  \
-               (const TYPE*)value, value_row, value_head, (TYPE*)pool, (TYPE*)output);                                 \
+    extern "C" int NAME(const Pass* pass, const void* query, int64_t query_row, int64_t query_head, const void* key,  \
+                        int64_t key_row, int64_t key_head, const void* value, int64_t value_row, int64_t value_head,  \
+                        void* pool, void* output) {                                                                    \
+        return guarded([&] {                                                                                           \
+            const int status = outside(*pass);                                                                         \
+            if (status != OK) return status;                                                                           \
+            attend(*pass, (const TYPE*)query, query_row, query_head, (const TYPE*)key, key_row, key_head,              \
+                   (const TYPE*)value, value_row, value_head, (TYPE*)pool, (TYPE*)output);                             \
+            return int(OK);                                                                                            \
+        });                                                                                                            \
     }
 
 DEFINE(paged_attention_float32, float)

@@ -9,32 +9,33 @@ import math
 import torch
 from torch import Tensor
 
-from specpaged_kernels.cpu.library import POINTER, SIZE, functions
+from specpaged_kernels.cpu.library import INT, POINTER, SIZE, check_status, check_tensor, functions
 
 
 class Pass(ctypes.Structure):
     """The arguments that layers of one geometry share; the struct of the same name in the C++ file."""
 
     _fields_ = [
-        *((name, ctypes.c_int) for name in (
-            "num_seqs", "num_tokens", "num_rows", "block_size", "num_heads", "num_kv_heads", "head_dim", "num_threads"
+        *((name, ctypes.c_int64) for name in (
+            "num_seqs", "num_tokens", "num_rows", "block_size", "num_heads", "num_kv_heads", "head_dim", "num_threads",
+            "num_slots", "table_width", "table_stride", "block_stride",
         )),
-        *((name, ctypes.c_int64) for name in ("table_stride", "block_stride")),
         *((name, ctypes.c_void_p) for name in ("slot_mapping", "page_table", "cu_query_lens", "context_lens")),
         ("scaling", ctypes.c_float),
         ("softcap", ctypes.c_float),
-        ("window", ctypes.c_int),
+        ("window", ctypes.c_int64),
         ("sinks", ctypes.c_void_p),
     ]  # fmt: skip
 
 
 @functools.cache
 def _functions() -> dict:
-    return functions("paged_attention", [POINTER, *[POINTER, SIZE, SIZE] * 3, POINTER, POINTER])
+    return functions("paged_attention", [POINTER, *[POINTER, SIZE, SIZE] * 3, POINTER, POINTER], INT)
 
 
 def make_pass(
     num_rows: int,
+    num_slots: int,  # of each layer's pool
     slot_mapping: Tensor,
     page_table: Tensor,
     cu_query_lens: Tensor,
@@ -49,10 +50,32 @@ def make_pass(
     sinks: Tensor | None = None,
     block_stride: int | None = None,
 ) -> Pass:
-    """The struct of these arguments of `paged_attention`; the tensors must outlive it."""
+    """The struct of these arguments of `paged_attention`; the tensors must outlive it. Raises ValueError."""
+    num_seqs, num_tokens = len(context_lens), len(slot_mapping)
+    if (
+        slot_mapping.dtype != torch.int64
+        or page_table.dtype != torch.int32
+        or cu_query_lens.dtype != torch.int32
+        or context_lens.dtype != torch.int32
+        or not (slot_mapping.is_contiguous() and cu_query_lens.is_contiguous() and context_lens.is_contiguous())
+        or not (num_seqs == len(page_table) == len(cu_query_lens) - 1)
+        or (page_table.shape[1] > 1 and page_table.stride(1) != 1)
+    ):  # all at once: it is asked several times in a step
+        check_tensor("slot_mapping", slot_mapping, (num_tokens,), torch.int64)
+        check_tensor("context_lens", context_lens, (num_seqs,), torch.int32)
+        check_tensor("cu_query_lens", cu_query_lens, (num_seqs + 1,), torch.int32)
+        check_tensor("page_table", page_table, (num_seqs, page_table.shape[1]), torch.int32)
+    for name, value in (("block_size", block_size), ("num_kv_heads", num_kv_heads), ("head_dim", head_dim)):
+        if value < 1:
+            raise ValueError(f"{name}={value}; allowed: 1 or more")
+    if num_heads % num_kv_heads:
+        raise ValueError(f"num_heads={num_heads}; allowed: a multiple of num_kv_heads={num_kv_heads}")
+    if num_rows < num_tokens:
+        raise ValueError(f"num_rows={num_rows}; allowed: {num_tokens} or more, the entries of slot_mapping")
+    check_tensor("sinks", sinks, (num_heads,), torch.float32)
     return Pass(
-        context_lens.shape[0], slot_mapping.shape[0], num_rows, block_size, num_heads, num_kv_heads, head_dim,
-        torch.get_num_threads(), page_table.stride(0), block_stride or block_size,
+        num_seqs, num_tokens, num_rows, block_size, num_heads, num_kv_heads, head_dim, torch.get_num_threads(),
+        num_slots, page_table.shape[1], page_table.stride(0), block_stride or block_size,
         slot_mapping.data_ptr(), page_table.data_ptr(), cu_query_lens.data_ptr(), context_lens.data_ptr(),
         1 / math.sqrt(head_dim) if scaling is None else scaling, softcap or 0.0, window or 0,
         None if sinks is None else sinks.data_ptr(),
@@ -76,24 +99,31 @@ def paged_attention(
     output: Tensor | None = None,  # [N, Hq, D] dtype, contiguous, written as a whole
     block_stride: int | None = None,  # slots from a block to the next one; default: block_size
 ) -> Tensor:  # [N, Hq, D] dtype, zeros in filler rows
-    """`store_kv_ref`, then `paged_attention_ref`. The pool is contiguous."""
+    """`store_kv_ref`, then `paged_attention_ref`. The pool is contiguous.
+
+    Raises:
+        ValueError: an argument's shape, dtype or strides do not fit the others.
+        IndexError: a slot, a block or a length leads outside of the pool or of the page table; nothing was written.
+        MemoryError: there is none for what is computed on the way.
+    """
     num_rows, num_heads, head_dim = query.shape
-    for name, tensor, heads in (("key", key, kv_pool.shape[2]), ("value", value, kv_pool.shape[2])):
-        if tensor.shape != (num_rows, heads, head_dim) or tensor.dtype != query.dtype:
-            raise ValueError(f"{name} {list(tensor.shape)} {tensor.dtype} does not fit the query and the pool")
-    if kv_pool.dtype != query.dtype or kv_pool.shape[3] != head_dim or num_heads % kv_pool.shape[2]:
-        raise ValueError(f"query {list(query.shape)} {query.dtype} does not fit the pool's {list(kv_pool.shape)}")
+    num_slots, num_kv_heads = len(kv_pool), kv_pool.shape[2]
+    check_tensor("kv_pool", kv_pool, (num_slots, 2, num_kv_heads, head_dim), query.dtype)
+    check_tensor("key", key, (num_rows, num_kv_heads, head_dim), query.dtype, contiguous=False)
+    check_tensor("value", value, (num_rows, num_kv_heads, head_dim), query.dtype, contiguous=False)
+    check_tensor("output", output, query.shape, query.dtype)
     query, key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (query, key, value))
     output = torch.empty(query.shape, dtype=query.dtype) if output is None else output
     call = make_pass(
-        num_rows, slot_mapping, page_table, cu_query_lens, context_lens, block_size, num_heads, key.shape[1], head_dim,
-        scaling, softcap, window, sinks, block_stride,
+        num_rows, num_slots, slot_mapping, page_table, cu_query_lens, context_lens, block_size, num_heads,
+        num_kv_heads, head_dim, scaling, softcap, window, sinks, block_stride,
     )  # fmt: skip
-    _functions()[query.dtype](
+    status = _functions()[query.dtype](
         ctypes.addressof(call),
         query.data_ptr(), query.stride(0), query.stride(1),
         key.data_ptr(), key.stride(0), key.stride(1),
         value.data_ptr(), value.stride(0), value.stride(1),
         kv_pool.data_ptr(), output.data_ptr(),
     )  # fmt: skip
+    check_status(status)
     return output

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specpaged_kernels.cpu.library import FLOAT, POINTER, SIZE, functions
+from specpaged_kernels.cpu.library import FLOAT, POINTER, SIZE, check_tensor, functions
 
 ACTIVATIONS = ("silu", "gelu_tanh")
 
@@ -25,11 +25,6 @@ def _functions(name: str) -> dict:
     return functions(name, _ARGUMENTS[name])
 
 
-def _check(name: str, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    if tensor is not None and (tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous()):
-        raise ValueError(f"{name} is {list(tensor.shape)} {tensor.dtype}; allowed: {list(shape)} {dtype}, contiguous")
-
-
 def rms_norm(
     x: Tensor,  # [M, H] dtype, H contiguous
     weight: Tensor,  # [H] float32
@@ -39,8 +34,8 @@ def rms_norm(
 ) -> Tensor:  # [M, H] dtype
     """What `rms_norm_ref` says."""
     num_rows, size = x.shape
-    _check("weight", weight, (size,), torch.float32)
-    _check("added", added, (num_rows, size), x.dtype)
+    check_tensor("weight", weight, (size,), torch.float32)
+    check_tensor("added", added, (num_rows, size), x.dtype)
     if x.stride(1) != 1:
         raise ValueError(f"x has strides {x.stride()}; allowed: H contiguous")
     y = torch.empty(num_rows, size, dtype=x.dtype)
@@ -68,13 +63,15 @@ def norm_and_rotate(
     sine: Tensor | None,
 ) -> None:
     """What `norm_and_rotate_ref` says, in place."""
-    num_rows, _, head_dim = qkv.shape
+    num_rows, heads, head_dim = qkv.shape
+    if num_heads > heads:
+        raise ValueError(f"num_heads={num_heads}; allowed: {heads} at most, those of qkv")
     if qkv.stride()[1:] != (head_dim, 1):
         raise ValueError(f"qkv has strides {qkv.stride()}; allowed: heads and D contiguous")
-    _check("weight", weight, (num_heads, head_dim), torch.float32)
+    check_tensor("weight", weight, (num_heads, head_dim), torch.float32)
     if cosine is not None:
-        _check("cosine", cosine, (num_rows, cosine.shape[1]), torch.float32)
-        _check("sine", sine, tuple(cosine.shape), torch.float32)
+        check_tensor("cosine", cosine, (num_rows, min(cosine.shape[1], head_dim // 2)), torch.float32)
+        check_tensor("sine", sine, cosine.shape, torch.float32)
     _functions("norm_and_rotate")[qkv.dtype](
         qkv.data_ptr(), qkv.stride(0), None if weight is None else weight.data_ptr(), eps,
         None if cosine is None else cosine.data_ptr(), None if sine is None else sine.data_ptr(),
@@ -105,7 +102,7 @@ def gate(
 ) -> Tensor:  # [M, I] dtype
     """What `gate_ref` says."""
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
-    _check("gate_up", gate_up, (num_rows, 2 * size), gate_up.dtype)
+    check_tensor("gate_up", gate_up, (num_rows, 2 * size), gate_up.dtype)
     y = torch.empty(num_rows, size, dtype=gate_up.dtype)
     _functions(f"{activation}_gate")[gate_up.dtype](gate_up.data_ptr(), num_rows, size, y.data_ptr())
     return y

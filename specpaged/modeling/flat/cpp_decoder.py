@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -18,6 +19,7 @@ from specpaged.modeling.forward_output import DraftedTokens, ForwardOutput, Forw
 from specpaged.modeling.linear import CPP_ROWS, CppKernel, FastLinear, RowExactLinear
 from specpaged.modeling.ragged_batch import RaggedBatch
 from specpaged_kernels.cpu import decoder as kernel
+from specpaged_kernels.cpu.library import check_status, check_tensor
 from specpaged_kernels.cpu.paged_attention import Pass, make_pass
 
 
@@ -34,6 +36,7 @@ class CppDecoder(nn.Module):
         self.most_rows = None if isinstance(decoder.output, RowExactLinear) else CPP_ROWS
         self._function = kernel.functions()[decoder.embedding.dtype]
         self._greedy_function = kernel.greedy_functions()[decoder.embedding.dtype]
+        self._seen: list[tuple[weakref.ref, int]] = []  # the pools of the last pass, and their addresses
         self._layers = (kernel.Layer * len(decoder.layers))()
         for layer, part in zip(self._layers, decoder.layers, strict=True):
             for name in ("qkv", "o", "gate_up", "down"):
@@ -66,11 +69,16 @@ class CppDecoder(nn.Module):
             return self.decoder(token_ids, positions, paged_pass, request)
         pools = self._pools(paged_pass.kv_layers)
         call = self._call(paged_pass.batch, num_rows)
+        check_tensor("token_ids", token_ids, (num_rows,), torch.int64)
+        check_tensor("positions", positions, (num_rows,), torch.int64)
+        if logits_idx is not None:
+            check_tensor("logits_idx", logits_idx, (len(logits_idx),), torch.int64)
         num_logits = num_rows if logits_idx is None else len(logits_idx)
         logits = torch.empty(num_logits, self.config.vocab_size, dtype=self.decoder.embedding.dtype)
         struct, hidden_states = None, None
         if request.hidden is not None:
             hidden_idx = torch.arange(num_rows) if request.hidden_idx is None else request.hidden_idx
+            check_tensor("hidden_idx", hidden_idx, (len(hidden_idx),), torch.int64)
             layers = torch.tensor(request.hidden.layer_inputs, dtype=torch.int64)
             shape = (len(hidden_idx), self.config.hidden_size)
             layer_inputs = logits.new_empty(len(layers), *shape)
@@ -80,13 +88,13 @@ class CppDecoder(nn.Module):
                 hidden_idx.data_ptr(), len(hidden_idx), layers.data_ptr(), len(layers),
                 layer_inputs.data_ptr(), None if last is None else last.data_ptr(),
             )  # fmt: skip
-        outside = self._function(
+        status = self._function(
             ctypes.addressof(self._struct), ctypes.addressof(call), ctypes.addressof(pools),
             token_ids.data_ptr(), positions.data_ptr(),
             None if logits_idx is None else logits_idx.data_ptr(), num_logits, logits.data_ptr(),
             None if struct is None else ctypes.addressof(struct),
         )  # fmt: skip
-        _check(outside)
+        check_status(status)
         return ForwardOutput(self.decoder.finished(logits), None, hidden_states)
 
     def runs_greedy_steps(self, num_rows: int) -> bool:
@@ -105,37 +113,51 @@ class CppDecoder(nn.Module):
         token_ids = torch.empty(sum(sizes), dtype=torch.int64).split_with_sizes(sizes)
         logprobs = torch.empty(sum(sizes), dtype=torch.float32).split_with_sizes(sizes)
         drafted = [DraftedTokens(*tensors) for tensors in zip(token_ids, logprobs, strict=True)]
+        pools = self._pools(kv_layers)
         steps = (kernel.Step * len(batches))()
         for step, batch, rows, output in zip(steps, batches, source_idx, drafted, strict=True):
             step.call = self._call(batch, len(batch.positions))  # a batch has no tokens of its own but for the first
+            check_tensor("positions", batch.positions, batch.positions.shape, torch.int64)
+            check_tensor("logits_idx", batch.logits_idx, batch.logits_idx.shape, torch.int64)
+            check_tensor("source_idx", rows, batch.positions.shape, torch.int64)
             step.positions = batch.positions.data_ptr()
             step.logits_idx = batch.logits_idx.data_ptr()
             step.source_idx = None if rows is None else rows.data_ptr()
             step.num_logits = len(batch.logits_idx)
             step.token_ids, step.logprobs = output.token_ids.data_ptr(), output.logprobs.data_ptr()
-        pools = self._pools(kv_layers)
-        outside = self._greedy_function(
+        check_tensor("token_ids", batches[0].token_ids, batches[0].positions.shape, torch.int64)
+        status = self._greedy_function(
             ctypes.addressof(self._struct), ctypes.addressof(steps), len(steps), ctypes.addressof(pools),
             batches[0].token_ids.data_ptr(), vocab_size,
         )  # fmt: skip
-        _check(outside)
+        check_status(status)
         return drafted
 
     def _pools(self, kv_layers: Sequence[Tensor]) -> ctypes.Array:
-        return (ctypes.c_void_p * len(self._layers))(*(pool.data_ptr() for pool in kv_layers))
+        """Their addresses. They are looked at once, and again when they are others."""
+        if not (len(kv_layers) == len(self._seen) and all(map(_is_seen, kv_layers, self._seen))):
+            if len(kv_layers) != len(self._layers):
+                raise ValueError(f"kv_layers has {len(kv_layers)} pools; allowed: {len(self._layers)}, one per layer")
+            config, self._num_slots = self.config, len(kv_layers[0])
+            shape = (self._num_slots, 2, config.num_kv_heads, config.head_dim)
+            for pool in kv_layers:
+                check_tensor("kv_layers", pool, shape, self.decoder.embedding.dtype)
+            self._seen = [(weakref.ref(pool), pool.data_ptr()) for pool in kv_layers]
+            self._addresses = (ctypes.c_void_p * len(self._layers))(*(address for _, address in self._seen))
+        return self._addresses
 
     def _call(self, batch: RaggedBatch, num_rows: int) -> Pass:
+        """Behind `_pools`: the pass is checked against the pools that this has seen."""
         config = self.config
         return make_pass(
-            num_rows, batch.slot_mapping, batch.page_table, batch.cu_query_lens, batch.context_lens, batch.block_size,
-            config.num_heads, config.num_kv_heads, config.head_dim, config.scaling, config.softcap,
+            num_rows, self._num_slots, batch.slot_mapping, batch.page_table, batch.cu_query_lens, batch.context_lens,
+            batch.block_size, config.num_heads, config.num_kv_heads, config.head_dim, config.scaling, config.softcap,
             block_stride=batch.block_stride,
         )  # fmt: skip
 
 
-def _check(outside: int) -> None:
-    if outside:
-        raise IndexError(f"{kernel.OUTSIDE[outside]} leads outside of its table")
+def _is_seen(pool: Tensor, seen: tuple[weakref.ref, int]) -> bool:
+    return seen[0]() is pool and seen[1] == pool.data_ptr()
 
 
 def cpp_operands(linear: nn.Module) -> tuple[Tensor, Tensor | None] | None:

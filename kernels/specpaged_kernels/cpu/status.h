@@ -1,0 +1,68 @@
+// What a kernel returns, of which library.py makes an exception. No C++ exception crosses over to Python.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <new>
+#include <stdexcept>
+
+namespace {
+
+// The numbers of library.py. All but the last two name an argument that leads outside of its table; they come before
+// anything is written.
+enum Status : int {
+    OK = 0,
+    TOKEN_IDS = 1,
+    POSITIONS = 2,
+    LOGITS_IDX = 3,
+    SOURCE_IDX = 4,
+    VOCAB_SIZE = 5,
+    HIDDEN_IDX = 6,
+    LAYER_INPUTS = 7,
+    SLOT_MAPPING = 8,
+    PAGE_TABLE = 9,
+    CU_QUERY_LENS = 10,
+    CONTEXT_LENS = 11,
+    OUT_OF_MEMORY = 12,
+    FAILED = 13,
+};
+
+template <typename F>
+int guarded(F&& run) noexcept {
+    try {
+        return run();
+    } catch (const std::bad_alloc&) {
+        return OUT_OF_MEMORY;
+    } catch (const std::length_error&) {  // of a vector that no memory could hold
+        return OUT_OF_MEMORY;
+    } catch (...) {
+        return FAILED;
+    }
+}
+
+// Of programs that threads run: an exception may not leave a parallel region, so it is thrown behind it.
+class Programs {
+public:
+    template <typename F>
+    void run(F&& program) noexcept {
+        const int status = guarded([&] {
+            program();
+            return int(OK);
+        });
+        if (status != OK) status_ = status;
+    }
+    void rethrow() const {
+        if (status_ == OUT_OF_MEMORY) throw std::bad_alloc();
+        if (status_ != OK) throw std::runtime_error("a program failed");
+    }
+
+private:
+    std::atomic<int> status_{OK};
+};
+
+inline bool all_below(const int64_t* values, int64_t count, int64_t end) {
+    return std::all_of(values, values + count, [end](int64_t value) { return value >= 0 && value < end; });
+}
+
+}  // namespace

@@ -1,0 +1,187 @@
+"""A step is all or nothing: what fails in it, once or for one request, is in nobody else's output."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from specpaged import SamplingParams
+from specpaged.paging.block_allocator import IntegrityError
+from tests import toys
+from tests.engine.failure_histories import MAX_MODEL_LEN, Sabotage, run_history
+from tests.engine.test_engine import GREEDY, generate, make_llm, token_ids
+
+
+@pytest.fixture(scope="module")
+def plain(tokenizer_pair):
+    return make_llm(tokenizer_pair, k=0, max_num_seqs=1, max_model_len=MAX_MODEL_LEN)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(seed=st.integers(0, 2**32))
+def test_failures_at_random_points_of_random_histories_change_no_output(tokenizer_pair, plain, seed):
+    run_history(seed, tokenizer_pair, plain)
+
+
+def fails_once(monkeypatch, owner, method, behind=False):
+    """The next call of a method raises, before or behind what it does; how many have been made."""
+    honest, calls = getattr(type(owner), method), []
+
+    def call(self, *arguments, **options):
+        calls.append(arguments)
+        if len(calls) > 1:
+            return honest(self, *arguments, **options)
+        if behind:
+            honest(self, *arguments, **options)
+        raise Sabotage(method)
+
+    monkeypatch.setattr(type(owner), method, call)
+    return calls
+
+
+@pytest.mark.parametrize("behind", [False, True], ids=["before", "behind"])
+def test_a_fork_whose_copy_fails_is_computed_anew(tokenizer_pair, monkeypatch, behind):
+    prompts = toys.prompts(2, shortest=21, longest=30)
+    params = SamplingParams(n=3, temperature=0.8, seed=3, max_tokens=20, ignore_eos=True)
+    expected = token_ids(generate(make_llm(tokenizer_pair, k=0), prompts, params))
+    llm = make_llm(tokenizer_pair, k=3, draft=tokenizer_pair.target, speculative={"numerics": "exact"})
+    calls = fails_once(monkeypatch, llm.engine.target.kv_cache, "copy_blocks", behind)
+    assert token_ids(generate(llm, prompts, params)) == expected
+    assert calls
+    assert llm.metrics.failed_steps == 1
+    assert llm.metrics.acceptance_rate == 1.0
+
+
+@pytest.mark.parametrize("method", ["publish", "mark_cached"])
+def test_what_is_not_published_is_not_shared_and_nobody_ends_for_it(tokenizer_pair, monkeypatch, caplog, method):
+    prompts, params = toys.prompts(3, shortest=40), SamplingParams(max_tokens=20, **GREEDY)
+    expected = token_ids(generate(make_llm(tokenizer_pair, k=0), prompts, params))
+    llm = make_llm(tokenizer_pair, k=3, enable_prefix_caching=True)
+    owner = llm.engine.prefix_cache if method == "publish" else llm.engine.allocator
+    calls = fails_once(monkeypatch, owner, method)
+    with caplog.at_level(logging.WARNING, "specpaged"):
+        assert token_ids(generate(llm, prompts, params)) == expected
+    assert len(calls) > 1
+    assert "is not published" in caplog.text
+    assert llm.metrics.failed_steps == 0
+    outputs = generate(llm, prompts, params)
+    assert token_ids(outputs) == expected
+    assert all(output.metrics.cached_prompt_tokens for output in outputs)
+
+
+@pytest.mark.parametrize("behind", [False, True], ids=["before", "behind"])
+def test_a_proposal_that_fails_costs_its_drafts_alone(tokenizer_pair, monkeypatch, caplog, behind):
+    prompts, params = toys.prompts(4), SamplingParams(max_tokens=20, **GREEDY)
+    expected = token_ids(generate(make_llm(tokenizer_pair, k=0), prompts, params))
+    llm = make_llm(tokenizer_pair, k=3, draft=tokenizer_pair.target, speculative={"numerics": "exact"})
+    fails_once(monkeypatch, llm.engine.speculative_step.drafter, "propose", behind)
+    with caplog.at_level(logging.WARNING, "specpaged"):
+        assert token_ids(generate(llm, prompts, params)) == expected
+    assert "a proposal of 4 sequences failed; they have no drafts" in caplog.text
+    assert llm.metrics.failed_proposals == 1
+    assert llm.metrics.acceptance_rate == 1.0
+
+
+@pytest.mark.parametrize("method", ["score", "verify"])
+def test_a_pass_that_fails_for_one_request_is_its_own_failure(tokenizer_pair, monkeypatch, method):
+    prompts, params = toys.prompts(5), SamplingParams(max_tokens=20, **GREEDY)
+    expected = token_ids(generate(make_llm(tokenizer_pair, k=0), prompts, params))
+    llm = make_llm(tokenizer_pair, k=3, draft=tokenizer_pair.target, speculative={"numerics": "exact"})
+    step = llm.engine.speculative_step
+    honest = getattr(step, method)
+
+    def poisoned(argument, *others):
+        entries = getattr(argument, "entries", argument)
+        if any(e.sequence.request_id == "2" and len(e.sequence.output_token_ids) > 6 for e in entries):
+            raise MemoryError("too much")
+        return honest(argument, *others)
+
+    monkeypatch.setattr(step, method, poisoned)
+    outputs = generate(llm, prompts, params)
+    failed = outputs.pop(2)
+    assert failed.error == "request '2': MemoryError: too much"
+    cut = expected.pop(2)[0]
+    assert failed.outputs[0].token_ids == cut[: len(failed.outputs[0].token_ids)]
+    assert len(failed.outputs[0].token_ids) > 6
+    assert token_ids(outputs) == expected
+    assert llm.metrics.acceptance_rate == 1.0
+    monkeypatch.undo()
+    hundred = [prompts[i % 5] for i in range(100)]
+    again = token_ids(generate(llm, hundred, params))
+    assert [ids for i, ids in enumerate(again[:5]) if i != 2] == expected
+    assert again == again[:5] * 20
+
+
+@pytest.mark.parametrize("method", ["schedule", "commit"])
+@pytest.mark.parametrize("behind", [False, True], ids=["before", "behind"])
+def test_a_step_that_fails_is_run_anew_from_its_tokens(tokenizer_pair, monkeypatch, method, behind):
+    prompts, params = toys.prompts(4), SamplingParams(max_tokens=20, **GREEDY)
+    expected = token_ids(generate(make_llm(tokenizer_pair, k=0), prompts, params))
+    llm = make_llm(tokenizer_pair, k=3, draft=tokenizer_pair.target, speculative={"numerics": "exact"})
+    engine = llm.engine
+    for i, prompt in enumerate(prompts):
+        engine.add_request(str(i), prompt["prompt_token_ids"], params)
+    for _ in range(3):
+        engine.step()
+    fails_once(monkeypatch, engine.scheduler if method == "schedule" else engine.speculative_step, method, behind)
+    assert engine.step() == []
+    assert engine.allocator.num_held == 0
+    outputs = {}
+    while engine.has_unfinished_requests:
+        outputs |= {output.request_id: output for output in engine.step()}
+        engine.check_integrity()
+    assert token_ids([outputs[str(i)] for i in range(4)]) == expected
+    assert engine.metrics.failed_steps == 1
+    assert engine.metrics.acceptance_rate == 1.0
+
+
+def test_a_step_that_fails_twice_raises_and_the_third_one_is_right(tokenizer_pair, monkeypatch):
+    prompts, params = toys.prompts(4), SamplingParams(max_tokens=20, **GREEDY)
+    expected = token_ids(generate(make_llm(tokenizer_pair, k=0), prompts, params))
+    llm = make_llm(tokenizer_pair, k=3)
+    with monkeypatch.context() as patched:
+        patched.setattr(llm.engine.scheduler, "schedule", lambda: [].pop())
+        with pytest.raises(RuntimeError, match="a step failed twice: IndexError: pop from empty list"):
+            llm.generate(prompts, params, use_tqdm=False)
+    assert llm.engine.allocator.num_held == 0
+    assert not llm.engine.requests
+    assert token_ids(generate(llm, prompts, params)) == expected
+
+
+def test_a_broken_invariant_is_raised_at_once(tokenizer_pair, monkeypatch):
+    llm = make_llm(tokenizer_pair, k=3)
+
+    def broken(*_):
+        raise IntegrityError("a block has two owners")
+
+    for method in ("score", "commit"):
+        with monkeypatch.context() as patched:
+            patched.setattr(llm.engine.speculative_step, method, broken)
+            with pytest.raises(IntegrityError, match="a block has two owners"):
+                llm.generate(toys.prompts(2), use_tqdm=False)
+        assert llm.engine.allocator.num_held == 0
+    generate(llm, toys.prompts(2), SamplingParams(max_tokens=4))
+
+
+def test_an_interrupted_step_leaves_requests_that_go_on(tokenizer_pair, monkeypatch):
+    prompts, params = toys.prompts(3), SamplingParams(max_tokens=20, **GREEDY)
+    expected = token_ids(generate(make_llm(tokenizer_pair, k=0), prompts, params))
+    engine = make_llm(tokenizer_pair, k=3).engine
+    for i, prompt in enumerate(prompts):
+        engine.add_request(str(i), prompt["prompt_token_ids"], params)
+    engine.step()
+
+    def interrupted(*_arguments, **_options):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.target, "forward", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    outputs = {}
+    while engine.has_unfinished_requests:
+        outputs |= {output.request_id: output for output in engine.step()}
+    assert token_ids([outputs[str(i)] for i in range(3)]) == expected
