@@ -50,8 +50,12 @@ def test_output_is_plain_decodings_through_preemption_chunks_forks_caching_and_a
     speculative = {}
     if k and rng.random() < 0.5:
         speculative["num_speculative_tokens_per_batch_size"] = [[1, 2, k], [3, 3, 0], [4, 64, 1]]
+    draft_is_target = history % 2 == 0  # whose drafts are all accepted, whatever happens to the KV that they are from
+    if k and draft_is_target:
+        speculative["numerics"] = "exact"
     llm = make_llm(
-        toy_pair, k=k, speculative=speculative, block_size=block_size, max_model_len=MAX_MODEL_LEN,
+        toy_pair, k=k, draft=toy_pair.target if draft_is_target else None, speculative=speculative,
+        block_size=block_size, max_model_len=MAX_MODEL_LEN,
         max_num_seqs=rng.choice([2, 5, 8]), max_num_batched_tokens=rng.choice([8, 20, 200]),
         enable_prefix_caching=rng.random() < 0.5,
         kv_cache_memory_bytes=num_blocks * block_size * BYTES_PER_TOKEN * (2 if k else 1),
@@ -78,6 +82,8 @@ def test_output_is_plain_decodings_through_preemption_chunks_forks_caching_and_a
         step += 1
         assert step < 2000
     assert engine.allocator.num_free == engine.allocator.num_blocks
+    if draft_is_target:
+        assert engine.metrics.acceptance_rate in (None, 1.0)
     assert outputs.keys() | aborted == requests.keys()
     assert not outputs.keys() & aborted
     for request_id, output in outputs.items():

@@ -128,8 +128,10 @@ def test_a_norm_whose_weights_are_stored_less_one_keeps_them_whole(dtype, roundi
     [
         ("auto", None, True, 16, 300, "cpp"),  # a CPU
         ("triton", None, True, 16, 300, "triton"),
-        ("torch", "triton", True, 16, 300, "triton"),
-        ("triton", "torch", True, 16, 300, "torch"),
+        ("auto", "triton", True, 16, 300, "triton"),
+        ("auto", "torch", True, 16, 300, "torch"),
+        ("torch", "triton", True, 16, 300, "torch"),  # who says it explicitly means it
+        ("triton", "torch", True, 16, 300, "triton"),
         ("triton", None, False, 16, 300, "attention_backend='triton' cannot be used: device 'cpu'"),
         ("auto", "triton", False, 16, 300, f"{ENVIRONMENT}='triton' cannot be used: device 'cpu'"),
         ("triton", None, True, 24, 300, "block_size=24"),
@@ -139,7 +141,7 @@ def test_a_norm_whose_weights_are_stored_less_one_keeps_them_whole(dtype, roundi
         ("auto", "cudnn", True, 16, 300, f"{ENVIRONMENT}='cudnn' is not known"),
     ],
 )
-def test_the_backend_is_the_environments_or_the_arguments_where_it_can_run(
+def test_the_backend_is_the_arguments_or_else_the_environments_where_it_can_run(
     monkeypatch, argument, environment, interpreted, block_size, vocab_size, expected
 ):
     monkeypatch.setenv("TRITON_INTERPRET", str(int(interpreted)))

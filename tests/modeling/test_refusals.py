@@ -67,6 +67,20 @@ def test_unknown_model_type(copy):
         load_model(edit_config(copy, model_type="no_such_type"))
 
 
+def test_a_config_class_may_raise_anything(copy, monkeypatch):
+    """As Mamba's does of keys that it does not know."""
+    from transformers import AutoConfig
+
+    for error in (AttributeError("no attribute 'foreign'"), TypeError("an int"), ZeroDivisionError("by zero")):
+
+        def raising(*_arguments, error=error, **_options):
+            raise error
+
+        monkeypatch.setattr(AutoConfig, "from_pretrained", raising)
+        with pytest.raises(ValueError, match=rf"^model '{copy}': config.json cannot be used: {error}"):
+            load_model(str(copy))
+
+
 def test_missing_weights(copy):
     (copy / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"model.safetensors is missing"):
