@@ -12,6 +12,7 @@ from specpaged.modeling.loading import load_model
 from specpaged.modeling.model_runner import ModelRunner
 from specpaged.modeling.ragged_batch import RaggedRow, pack
 from specpaged.paging.kv_cache import PagedKVCache
+from tests import toys
 from tests.modeling.world import random_tokens
 
 BLOCK_SIZE = 4
@@ -93,6 +94,25 @@ def test_the_log_probability_of_a_row_with_a_nan_is_nan(toy_path, in_one_call, m
     rows = [RaggedRow([4, 6], 0, [1], 1), RaggedRow([4, 5], 0, [2], 1)]
     (found,) = runner.greedy_steps([pack(rows, BLOCK_SIZE)], [None], VOCAB_SIZE)
     assert found.logprobs.isnan().tolist() == [False, True]
+
+
+@pytest.mark.parametrize("num_ids", [1, 7, 8, 75, 150, 157, 299, 300])
+def test_of_equally_likely_ids_the_first_is_found(tmp_path, num_ids):
+    """Every row of the output layer stands there four times, at different lanes and at the end."""
+    twins = toys.model()
+    with torch.no_grad():
+        weight = twins.get_input_embeddings().weight
+        weight.copy_(weight[:75].repeat(4, 1))
+    twins.save_pretrained(tmp_path)
+    model = load_model(str(tmp_path), max_model_len=64, attention_backend="cpp")
+    runner = ModelRunner(model, PagedKVCache(model.kv_spec, 16, BLOCK_SIZE, model.dtype, "cpu"))
+    rows = [RaggedRow([i], 0, [1 + i], 1) for i in range(15)]
+    (found,) = runner.greedy_steps([pack(rows, BLOCK_SIZE)], [None], num_ids)
+    logits = runner.forward(pack(rows, BLOCK_SIZE)).logits[:, :num_ids]
+    first = [row.index(max(row)) for row in logits.tolist()]
+    assert found.token_ids.tolist() == first
+    assert max(first) < 75
+    assert len(set(first)) > 3 or num_ids < 75
 
 
 def test_logits_that_a_family_changes_are_found_one_by_one(toy_path):

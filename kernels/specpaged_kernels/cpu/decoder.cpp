@@ -181,6 +181,35 @@ inline int outside(const Decoder& decoder, const Pass& pass, const int64_t* toke
     return OK;
 }
 
+// Where the largest of values [size] is; of equals the first, 0 where all are -inf. NaN is passed over.
+template <typename T>
+int64_t largest(const T* values, int64_t size) {
+    Floats best = splat(-INFINITY);  // of each lane
+    Ints starts = {};                // of the vector that it comes from
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES) {
+        const Floats x = load(values + i);
+        const Ints more = x > best;
+        best = more ? x : best;
+        starts = more ? Ints{} + int32_t(i) : starts;
+    }
+    float most = -INFINITY;
+    int64_t found = 0;
+    for (int lane = 0; lane < LANES; ++lane) {
+        const int64_t idx = starts[lane] + lane;
+        if (best[lane] > most || (best[lane] == most && idx < found)) {
+            most = best[lane];
+            found = idx;
+        }
+    }
+    for (; i < size; ++i)
+        if (to_float(values[i]) > most) {
+            most = to_float(values[i]);
+            found = i;
+        }
+    return found;
+}
+
 // The log-softmax of the largest of logits [size].
 template <typename T>
 float largest_logprob(const T* logits, int64_t size, float largest) {
@@ -223,9 +252,7 @@ int greedy_steps(const Decoder& decoder, const Step* steps, int64_t num_steps, v
                 nullptr);
         for (int64_t row = 0; row < step.num_logits; ++row) {
             const T* values = logits.data() + row * decoder.vocab_size;
-            int64_t best = 0;
-            for (int64_t id = 1; id < num_ids; ++id)
-                if (to_float(values[id]) > to_float(values[best])) best = id;
+            const int64_t best = largest(values, num_ids);
             step.token_ids[row] = best;
             step.logprobs[row] = largest_logprob(values, num_ids, to_float(values[best]));
         }
