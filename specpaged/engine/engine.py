@@ -269,12 +269,11 @@ class Engine:
             return outputs
 
     def _publish(self, sequence: Sequence) -> None:
-        """Offer the sequence's full blocks to the prefix cache, if every pool holds their KV."""
-        if len(sequence.page_table.context_lens) == self.num_pools:
-            try:
-                self.prefix_cache.publish(sequence.page_table, sequence.token_ids)
-            except Exception:  # it is computed again by whoever could have found it
-                logger.warning("KV of request %r is not published:", sequence.request_id, exc_info=True)
+        """Offer the sequence's full blocks to the prefix cache."""
+        try:
+            self.prefix_cache.publish(sequence.page_table, sequence.token_ids)
+        except Exception:  # it is computed again by whoever could have found it
+            logger.warning("KV of request %r is not published:", sequence.request_id, exc_info=True)
 
     def _finish(self, sequence: Sequence, reason: str) -> None:
         sequence.finish_reason = reason

@@ -9,22 +9,26 @@ from specpaged.paging.page_table import PageTable
 
 
 class _Node:
-    """A run of S tokens after its parent's run, and the block that holds their KV.
+    """A run of S tokens after its parent's run, and the block that holds their KV in the first num_pools pools.
 
     block == 0: the block is gone, but a continuation of the run is still cached.
     """
 
-    __slots__ = ("block", "children", "parent", "tokens")
+    __slots__ = ("block", "children", "num_pools", "parent", "tokens")
 
     def __init__(self, parent: _Node | None, tokens: tuple[int, ...]):
         self.parent = parent
         self.tokens = tokens
         self.block = 0
+        self.num_pools = 0
         self.children: dict[tuple[int, ...], _Node] = {}
 
 
 class PrefixCache:
-    """A tree of full, committed blocks, valid in every pool.
+    """A tree of full, committed blocks, each valid in the target's pool, or in every pool.
+
+    Sequences that never draft have page tables of one pool. Their blocks serve their like, until a sequence with more
+    pools has computed the same tokens: then its block takes the place.
 
     A block's key is the path of token runs that leads to it, compared token by token, so no two prefixes can
     be taken for each other. The cache owns no block: the allocator keeps a cached block without an owner in
@@ -48,8 +52,8 @@ class PrefixCache:
         """Blocks that can be found, owned or not."""
         return len(self._nodes)
 
-    def match(self, token_ids: Sequence[int], max_tokens: int) -> list[int]:
-        """The longest chain of cached full blocks that hold the beginning of token_ids[:max_tokens].
+    def match(self, token_ids: Sequence[int], max_tokens: int, num_pools: int = 1) -> list[int]:
+        """The longest chain of cached full blocks that hold the beginning of token_ids[:max_tokens] in num_pools pools.
 
         The caller becomes one more owner of each, to be passed to PageTable.adopt or freed, last block first.
         """
@@ -58,7 +62,7 @@ class PrefixCache:
         size, node, blocks = self.block_size, self._root, []
         for start in range(0, min(len(token_ids), max_tokens) - size + 1, size):
             node = node.children.get(tuple(token_ids[start : start + size]))
-            if node is None or node.block == 0:
+            if node is None or node.block == 0 or node.num_pools < num_pools:
                 break
             blocks.append(node.block)
         for block in blocks:
@@ -66,10 +70,10 @@ class PrefixCache:
         return blocks
 
     def publish(self, table: PageTable, token_ids: Sequence[int]) -> int:
-        """Make the table's full blocks findable, as far as they are committed and valid in every pool.
+        """Make the table's full blocks findable, as far as they are committed and valid in every pool of the table.
 
         token_ids are the sequence's committed tokens, without drafts. Where an equal prefix is cached already
-        it stays. Returns how many blocks were added. O(1) when none has become full since the last call.
+        it stays, unless the table has more pools. Returns how many blocks were added. O(1) when none has become full since the last call.
         """
         size = self.block_size
         if table.block_size != size:
@@ -77,6 +81,7 @@ class PrefixCache:
         num_full = min(len(token_ids), *table.context_lens) // size
         if num_full <= table.num_published:
             return 0
+        num_pools = len(table.context_lens)
         start, node = table.num_published, table.published_tail
         if not isinstance(node, _Node) or node.block == 0:
             # Nothing published yet, or the tail was another sequence's equal block, evicted since.
@@ -85,11 +90,13 @@ class PrefixCache:
         for i in range(start, num_full):
             tokens = tuple(token_ids[i * size : (i + 1) * size])
             child = node.children.get(tokens) or _Node(node, tokens)
-            if child.block == 0:
-                block = table.blocks[i]
+            if child.block == 0 or child.num_pools < num_pools:
+                block, replaced = table.blocks[i], child.block
                 self._allocator.mark_cached(block)  # which may refuse it: nothing has changed yet
-                child.block = block
+                child.block, child.num_pools = block, num_pools
                 self._nodes[block] = node.children[tokens] = child
+                if replaced:
+                    self._allocator.uncache(replaced)
                 num_new += 1
             node = child
         table.num_published, table.published_tail = num_full, node
@@ -108,6 +115,8 @@ class PrefixCache:
                     raise IntegrityError(f"the run {tokens} has neither a block nor a continuation")
                 if child.block:
                     num_blocks += 1
+                    if child.num_pools < 1:
+                        raise IntegrityError(f"block {child.block} can be found, but holds no pool's KV")
                     if self._nodes.get(child.block) is not child:
                         raise IntegrityError(f"block {child.block} stands in the tree where it is not known to be")
                     if not self._allocator.is_cached(child.block):
@@ -121,6 +130,8 @@ class PrefixCache:
 
     def _forget(self, block: int) -> None:
         node = self._nodes.pop(block)
+        if node.block != block:
+            return  # another one has taken its place
         node.block = 0
         while node.block == 0 and not node.children and node.parent is not None:
             parent, node.parent = node.parent, None

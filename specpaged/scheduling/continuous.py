@@ -232,7 +232,7 @@ class ContinuousScheduler:
         if self.prefix_cache is None or sequence.params.prompt_logprobs is not None:
             # A cached prompt token has no logits, so whoever asks for them computes the prompt.
             return self._make_room(sequence.num_tokens, 0)
-        blocks = self.prefix_cache.match(sequence.token_ids, shareable)
+        blocks = self.prefix_cache.match(sequence.token_ids, shareable, len(table.context_lens))
         if not self._make_room(sequence.num_tokens, len(blocks)):
             for block in reversed(blocks):  # as a page table does it: a continuation is evicted before its beginning
                 self.allocator.free(block)

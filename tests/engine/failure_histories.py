@@ -205,13 +205,14 @@ def run_history(seed: int, pair: toys.Pair, plain: LLM, num_requests: int = 6, n
     llm, draft_is_target = random_llm(rng, pair)
     engine = llm.engine
     prompts = toys.prompts(num_requests + num_after, seed=rng.randrange(1000), shortest=1, longest=40)
-    prompts[1] = {"prompt_token_ids": prompts[0]["prompt_token_ids"] + [1, 2]}  # something to find in the cache
+    beginning = prompts[0]["prompt_token_ids"]  # something to find in the cache
+    prompts[1], prompts[num_requests] = {"prompt_token_ids": beginning + [1, 2]}, prompts[0]
     params = [SamplingParams(**random_params(rng)) for _ in prompts]
     expected = [plain.generate(*request, use_tqdm=False)[0] for request in zip(prompts, params, strict=True)]
 
     def add(i: int) -> None:
         own = params[i]
-        if rng.random() < 0.15:
+        if rng.random() < 0.25:
             own = SamplingParams(**{**vars_of(own), "extra_args": {"num_speculative_tokens": 0}})
         engine.add_request(str(i), prompts[i]["prompt_token_ids"], own)
 

@@ -187,17 +187,19 @@ def test_an_interrupted_step_leaves_requests_that_go_on(tokenizer_pair, monkeypa
     assert token_ids([outputs[str(i)] for i in range(3)]) == expected
 
 
-def test_a_prompt_that_was_cached_without_drafts_is_drafted_behind_with_success(tokenizer_pair):
-    """A request that never drafts leaves no draft KV: nobody may take its blocks for blocks of both."""
+def test_a_prompt_that_was_cached_without_drafts_is_found_by_its_like_and_drafted_behind_with_success(tokenizer_pair):
+    """A request that never drafts leaves no draft KV: who drafts may not take its blocks for blocks of both."""
     (prompt,) = toys.prompts(1, shortest=40)
     llm = make_llm(
         tokenizer_pair, k=3, draft=tokenizer_pair.target, speculative={"numerics": "exact"}, enable_prefix_caching=True
     )
     plainly = SamplingParams(max_tokens=30, **GREEDY, extra_args={"num_speculative_tokens": 0})
+    drafting = SamplingParams(max_tokens=30, **GREEDY)
     expected = token_ids(generate(llm, prompt, plainly))
-    for _ in range(2):
-        assert token_ids(generate(llm, prompt, SamplingParams(max_tokens=30, **GREEDY))) == expected
+    cached = []
+    for params in (plainly, drafting, drafting, plainly):
+        (output,) = generate(llm, prompt, params)
+        assert token_ids([output]) == expected
+        cached.append(output.metrics.cached_prompt_tokens > 0)
+    assert cached == [True, False, True, True]
     assert llm.metrics.acceptance_rate == 1.0
-    (output,) = generate(llm, prompt, plainly)
-    assert token_ids([output]) == expected
-    assert output.metrics.cached_prompt_tokens > 0

@@ -49,6 +49,10 @@ class Line:
         self.owned: list[int] = []  # the blocks as the simulation expects them
 
     @property
+    def num_pools(self) -> int:
+        return len(self.table.context_lens)
+
+    @property
     def written(self) -> list[int]:
         return self.token_ids + (self.drafts or [])
 
@@ -135,27 +139,27 @@ class PagingHistory(RuleBasedStateMachine):
 
     def truncate(self, line: Line, pool: int, num_tokens: int) -> None:
         table = line.table
-        longest = max(num_tokens, table.context_lens[1 - pool])
+        longest = max([num_tokens, *(n for other, n in enumerate(table.context_lens) if other != pool)])
         assert table.truncate(pool, num_tokens) == self.take(line, -(-longest // self.size))
 
     def release(self, line: Line) -> None:
         assert line.table.free() == self.take(line, 0)
-        assert line.table.context_lens == [0] * NUM_POOLS
+        assert line.table.context_lens == [0] * line.num_pools
         line.drafts = None
 
     def match(self, line: Line) -> None:
         """Fills an empty table from the cache; at least the last token is left to run."""
-        blocks = self.cache.match(line.token_ids, len(line.token_ids) - 1)
+        blocks = self.cache.match(line.token_ids, len(line.token_ids) - 1, line.num_pools)
         line.table.adopt(blocks, len(blocks) * self.size)
         self.give(line, blocks)
 
     # What may happen
 
-    @rule(stem=whole, length=whole, tail=token, use_cache=mostly, bonus=st.none() | token)
-    def admit(self, stem, length, tail, use_cache, bonus):
-        """A new sequence; with a bonus token, its whole prompt is run at once."""
+    @rule(stem=whole, length=whole, tail=token, drafts=mostly, use_cache=mostly, bonus=st.none() | token)
+    def admit(self, stem, length, tail, drafts, use_cache, bonus):
+        """A new sequence, in the target's pool alone if it never drafts; with a bonus, its whole prompt is run at once."""
         token_ids = [*self.stems[stem % NUM_STEMS][: length % (3 * self.size + 3)], tail]
-        line = Line(PageTable(self.allocator, self.size, NUM_POOLS), [])
+        line = Line(PageTable(self.allocator, self.size, NUM_POOLS if drafts else 1), [])
         self.commit(line, token_ids)
         self.lines.append(line)
         if use_cache:
@@ -185,8 +189,9 @@ class PagingHistory(RuleBasedStateMachine):
         if not self.reserve(line, reserved):
             return
         self.write(line, TARGET, count)
-        missing = max(0, reserved - table.context_lens[DRAFT])
-        self.write(line, DRAFT, missing if counts is None else counts[DRAFT] % (missing + 1))
+        if line.num_pools > DRAFT:
+            missing = max(0, reserved - table.context_lens[DRAFT])
+            self.write(line, DRAFT, missing if counts is None else counts[DRAFT] % (missing + 1))
         if table.context_lens[TARGET] == len(line.token_ids):
             self.commit(line, [bonus])
 
@@ -205,7 +210,8 @@ class PagingHistory(RuleBasedStateMachine):
 
     @staticmethod
     def can_draft(line: Line) -> bool:
-        return line.drafts is None and line.table.context_lens[TARGET] == len(line.token_ids) - 1
+        ready = line.drafts is None and line.table.context_lens[TARGET] == len(line.token_ids) - 1
+        return ready and line.num_pools > DRAFT
 
     @precondition(lambda self: any(line.drafts is not None for line in self.lines))
     @rule(choice=whole, accepted=whole, bonus=token, target_first=st.booleans(), publish=mostly)
@@ -235,7 +241,7 @@ class PagingHistory(RuleBasedStateMachine):
         num_full = min(len(line.token_ids), *line.table.context_lens) // self.size
         assert line.table.num_published == num_full
         if all(self.allocator.is_cached(block) for block in line.table.blocks[:num_full]):
-            found = self.cache.match(line.token_ids, num_full * self.size)
+            found = self.cache.match(line.token_ids, num_full * self.size, line.num_pools)
             assert len(found) == num_full
             for block in reversed(found):
                 self.allocator.free(block)
@@ -275,7 +281,7 @@ class PagingHistory(RuleBasedStateMachine):
         if line.drafts is not None:
             return
         length %= len(line.token_ids)
-        for pool in range(NUM_POOLS):
+        for pool in range(line.num_pools):
             self.truncate(line, pool, min(length, line.table.context_lens[pool]))
         line.token_ids = line.token_ids[:length]
         self.commit(line, [tail])
@@ -312,7 +318,7 @@ class PagingHistory(RuleBasedStateMachine):
                 assert read == lines[:context_len], (pool, context_len)
 
     @invariant()
-    def what_can_be_found_is_committed_and_valid_in_every_pool(self):
+    def what_can_be_found_is_committed_and_valid_in_as_many_pools_as_is_said(self):
         self.cache.check_integrity()
         pending = [(self.cache._root, [])]
         while pending:
@@ -322,7 +328,7 @@ class PagingHistory(RuleBasedStateMachine):
                 lines = self.histories.of(token_ids)[-self.size :]
                 assert self.committed.issuperset(lines)
                 start = node.block * self.size
-                for memory in self.memory:
+                for memory in self.memory[: node.num_pools]:
                     assert memory[start : start + self.size] == lines
 
     @invariant()

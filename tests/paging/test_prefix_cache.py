@@ -28,9 +28,9 @@ def filled(allocator: BlockAllocator, num_tokens: int, num_pools: int = 1) -> Pa
     return table
 
 
-def found(cache: PrefixCache, allocator: BlockAllocator, token_ids, max_tokens=None) -> list[int]:
+def found(cache: PrefixCache, allocator: BlockAllocator, token_ids, max_tokens=None, num_pools=1) -> list[int]:
     """Like match, without keeping the blocks."""
-    blocks = cache.match(token_ids, len(token_ids) if max_tokens is None else max_tokens)
+    blocks = cache.match(token_ids, len(token_ids) if max_tokens is None else max_tokens, num_pools)
     for block in reversed(blocks):
         allocator.free(block)
     return blocks
@@ -83,6 +83,26 @@ def test_a_block_that_one_pool_lacks_is_not_published(cache, allocator):
     table.advance(DRAFT, 1)
     assert cache.publish(table, TOKENS) == 1
     assert found(cache, allocator, TOKENS) == table.blocks[:2]
+
+
+def test_blocks_of_the_target_alone_serve_who_needs_no_more_until_blocks_of_all_pools_take_their_place(cache, allocator):
+    target_alone, both = filled(allocator, 8), filled(allocator, 4, num_pools=2)
+    assert cache.publish(target_alone, TOKENS) == 2
+    assert found(cache, allocator, TOKENS) == target_alone.blocks
+    assert found(cache, allocator, TOKENS, num_pools=2) == []
+    assert cache.publish(both, TOKENS) == 1
+    assert [allocator.is_cached(block) for block in target_alone.blocks] == [False, True]
+    assert found(cache, allocator, TOKENS) == [both.blocks[0], target_alone.blocks[1]]
+    assert found(cache, allocator, TOKENS, num_pools=2) == both.blocks
+    again = filled(allocator, 4)
+    assert cache.publish(again, TOKENS) == 0
+    cache.check_integrity()
+    target_alone.free()
+    both.free()
+    again.free()
+    assert found(cache, allocator, TOKENS, num_pools=2) != []
+    allocator.check_integrity([])
+    cache.check_integrity()
 
 
 def test_publish_is_idempotent_and_continues_where_it_ended(cache, allocator):
