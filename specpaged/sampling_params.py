@@ -11,7 +11,7 @@ from typing import Any
 _MIN_TEMPERATURE = 1e-2  # vLLM lifts smaller temperatures to this: logits / temperature must stay finite
 _MAX_LOGIT_BIAS = 100.0
 _MAX_N = 16384  # vLLM's cap
-_EXTRA_ARGS = ("num_speculative_tokens",)
+EXTRA_ARGS = ("num_speculative_tokens",)
 
 
 def _refuse(name: str, value: object, allowed: str) -> ValueError:
@@ -178,9 +178,9 @@ class SamplingParams:
         if not isinstance(extra_args, Mapping):
             raise _refuse("extra_args", extra_args, "None or a mapping")
         for name, value in extra_args.items():
-            if name not in _EXTRA_ARGS:
+            if name not in EXTRA_ARGS:
                 raise ValueError(
-                    f"extra_args has the key {name!r} (value {value!r}); supported: {', '.join(_EXTRA_ARGS)}"
+                    f"extra_args has the key {name!r} (value {value!r}); supported: {', '.join(EXTRA_ARGS)}"
                 )
             if not (_is_int(value) and value >= 0):
                 raise _refuse(f"extra_args[{name!r}]", value, "an int >= 0")

@@ -72,8 +72,9 @@ class PrefixCache:
     def publish(self, table: PageTable, token_ids: Sequence[int]) -> int:
         """Make the table's full blocks findable, as far as they are committed and valid in every pool of the table.
 
-        token_ids are the sequence's committed tokens, without drafts. Where an equal prefix is cached already
-        it stays, unless the table has more pools. Returns how many blocks were added. O(1) when none has become full since the last call.
+        token_ids are the sequence's committed tokens, without drafts. Where an equal prefix is cached already it stays,
+        unless the table has more pools. Returns how many blocks were added. O(1) when none has become full since the
+        last call.
         """
         size = self.block_size
         if table.block_size != size:

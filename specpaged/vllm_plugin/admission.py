@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import vllm
 from typing_extensions import override
 from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.logits_processor.interface import LogitsProcessor
 
 from specpaged.engine.request import validate_num_speculative_tokens
@@ -17,8 +18,10 @@ from specpaged.vllm_plugin.compat import check_version
 from specpaged.vllm_plugin.params import translated
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.sampling_params import SamplingParams
+    from vllm.config import SpeculativeConfig, VllmConfig
+
+
+_SERVED = "_served_by_specpaged"  # marks a SpeculativeConfig
 
 
 class _Admission:
@@ -95,7 +98,29 @@ def add_to_configurations() -> None:
         check_arguments(self)
         config = original(self, *arguments, **options)
         config.model_config.logits_processors = [entry_for(config)]
+        _let_through(config.speculative_config)
         return config
 
     create_engine_config.adds_admission = True
     EngineArgs.create_engine_config = create_engine_config
+
+
+def _let_through(config: SpeculativeConfig | None) -> None:
+    """Requests under this configuration may have min_p and logit_bias, which our sampling heeds beside drafts.
+
+    vLLM refuses them beside any, as its own does not. It asks the request, and passes it this configuration.
+    """
+    original = getattr(SamplingParams, "_validate_spec_decode", None)
+    if config is None or original is None:
+        return
+    object.__setattr__(config, _SERVED, True)
+    if hasattr(original, "knows_ours"):
+        return
+
+    @functools.wraps(original)
+    def validate(self: SamplingParams, speculative_config: SpeculativeConfig | None) -> None:
+        if not getattr(speculative_config, _SERVED, False):
+            original(self, speculative_config)
+
+    validate.knows_ours = True
+    SamplingParams._validate_spec_decode = validate

@@ -65,6 +65,8 @@ class SpecPagedModelRunner:
     @torch.inference_mode()
     def sample(self, grammar: GrammarOutput | None) -> ModelRunnerOutput:
         """Verify the step, commit what stands of it, and propose for the next one."""
+        if self._scored is None:
+            raise RuntimeError("there is no step to sample from: execute_model comes before sample_tokens")
         scored, self._scored = self._scored, None
         scheduled, self._scheduled = self._scheduled, None
         if grammar is not None:

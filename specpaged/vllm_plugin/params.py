@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vllm.sampling_params import SamplingParams as VllmSamplingParams
 
-from specpaged.sampling_params import SamplingParams
+from specpaged.sampling_params import EXTRA_ARGS, SamplingParams
 
 # What vLLM's front end and scheduler do by themselves, whatever a worker does.
 _NOT_THE_WORKERS = frozenset(
@@ -40,13 +40,12 @@ _OURS = (
     "prompt_logprobs",
     "logit_bias",
     "allowed_token_ids",
-    "extra_args",
 )
-_OTHERS = ("n", "bad_words")  # vLLM makes n requests, and tokenises bad words
+_OTHERS = ("n", "bad_words", "extra_args")  # vLLM makes n requests, tokenises bad words; others have extra_args, too
 
 
 def translated(params: VllmSamplingParams) -> SamplingParams:
-    """The SamplingParams of ours that ask for what vLLM's ask for.
+    """The SamplingParams of ours that ask for what vLLM's ask for. Extra arguments that are not ours are passed over.
 
     Raises:
         ValueError: naming a parameter, its value and what is allowed, where one asks for what we do not do.
@@ -70,4 +69,5 @@ def translated(params: VllmSamplingParams) -> SamplingParams:
             "skip_reading_prefix_cache=False is not supported by specpaged's worker with prompt_logprobs; allowed: True"
         )
     arguments = {name: getattr(params, name) for name in _OURS}
-    return SamplingParams(**arguments)
+    extra_args = {name: value for name, value in (params.extra_args or {}).items() if name in EXTRA_ARGS}
+    return SamplingParams(**arguments, extra_args=extra_args)

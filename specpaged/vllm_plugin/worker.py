@@ -30,19 +30,27 @@ from specpaged.vllm_plugin.config import engine_config
 from specpaged.vllm_plugin.memory import run_largest_step
 from specpaged.vllm_plugin.metrics import MetricsExport
 from specpaged.vllm_plugin.model_runner import SpecPagedModelRunner
+from specpaged.vllm_plugin.refusals import Refusals, while_starting
 from specpaged.vllm_plugin.sequences import Sequences
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
     from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
+    from specpaged.drafting.base import Drafter
+    from specpaged.modeling.model_runner import ModelRunner
+
 logger = init_logger(__name__)
 
 
-class SpecPagedWorker(WorkerBase):
+class SpecPagedWorker(Refusals, WorkerBase):
     """`--worker-cls specpaged.vllm_plugin.worker.SpecPagedWorker`.
+
+    Whatever vLLM calls on a worker by name is here, or among the `Refusals`.
 
     Raises:
         RuntimeError: under a version of vLLM that is not supported, or where requests are not checked at admission.
@@ -64,6 +72,7 @@ class SpecPagedWorker(WorkerBase):
         self.model_runner: SpecPagedModelRunner | None = None
 
     @override
+    @while_starting
     def init_device(self) -> None:
         kind = self.current_platform.device_type
         if kind == "cuda":
@@ -110,13 +119,18 @@ class SpecPagedWorker(WorkerBase):
         return Shard(group.rank_in_group, group.world_size, all_gather=lambda x: group.all_gather(x, dim=-1))
 
     @override
+    @while_starting
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         if load_dummy_weights:
             raise ValueError("dummy weights are not supported under specpaged's worker")
         self.pair = ModelPair.load(self.engine_config, self.shard)
 
+    @while_starting
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        """Target's and draft's layers alike, so that one block table serves both pools."""
+        """Target's and draft's layers alike, so that one block table serves both pools.
+
+        Not once it serves: asked over HTTP, vLLM would fail to send the dtype in it, and hang.
+        """
         return {
             f"{role}.layers.{i}": FullAttentionSpec(
                 block_size=self.engine_config.block_size,
@@ -132,6 +146,7 @@ class SpecPagedWorker(WorkerBase):
         """vLLM's names do not matter: the pools are ours."""
         return ["LBNHC"]
 
+    @while_starting
     def determine_available_memory(self) -> int:
         """Bytes for both pools."""
         asked = self.cache_config.kv_cache_memory_bytes
@@ -165,23 +180,19 @@ class SpecPagedWorker(WorkerBase):
         return max(0, asked - (self.free_bytes - free) - step)
 
     @override
+    @while_starting
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         (group,) = kv_cache_config.kv_cache_groups
         block_size = group.kv_cache_spec.block_size
         num_blocks = kv_cache_config.num_blocks - 1  # without the null block
         config, pair, parallel = self.engine_config, self.pair, self.vllm_config.parallel_config
-        caches = [PagedKVCache(m.kv_spec, num_blocks, block_size, m.dtype, m.device) for m in pair.models]
-        # A rank that could not capture a pass would leave the others waiting in theirs.
-        enforce_eager = config.enforce_eager or self.shard is not None
-        target, *drafts = pair.runners(caches, config.max_model_len, enforce_eager)
-        # Tokens of one step are in one pass: a request may find blocks in the cache that another one fills in it.
-        num_tokens = config.max_num_batched_tokens + config.max_num_seqs
-        drafter = get_drafter(config.speculative_config, drafts[0] if drafts else None, pair.vocab_size, num_tokens)
+        self.caches = [PagedKVCache(m.kv_spec, num_blocks, block_size, m.dtype, m.device) for m in pair.models]
+        target, drafter = self._runners(pair, self.caches)
         speculative = config.speculative_config
         sequences = Sequences(
             num_blocks=num_blocks,
             block_size=block_size,
-            num_pools=len(caches),
+            num_pools=len(self.caches),
             max_model_len=config.max_model_len,
             max_draft_tokens=speculative.max_draft_tokens if speculative else 0,
             vocab_size=pair.vocab_size,
@@ -201,8 +212,20 @@ class SpecPagedWorker(WorkerBase):
         )
         metrics_export = MetricsExport(parallel.data_parallel_index) if self.is_driver_worker else None
         self.model_runner = SpecPagedModelRunner(speculative_step, sequences, metrics_export)
-        logger.info("%s", StartupReport.of(config, target, drafts[0] if drafts else None))
+        logger.info("%s", StartupReport.of(config, target, drafter.runner if pair.draft is not None else None))
 
+    def _runners(self, pair: ModelPair, caches: Sequence[PagedKVCache]) -> tuple[ModelRunner, Drafter | None]:
+        """The target's runner, and the drafter, on these pools."""
+        config = self.engine_config
+        # A rank that could not capture a pass would leave the others waiting in theirs.
+        enforce_eager = config.enforce_eager or self.shard is not None
+        target, *drafts = pair.runners(caches, config.max_model_len, enforce_eager)
+        # Tokens of one step are in one pass: a request may find blocks in the cache that another one fills in it.
+        num_tokens = config.max_num_batched_tokens + config.max_num_seqs
+        draft = drafts[0] if drafts else None
+        return target, get_drafter(config.speculative_config, draft, pair.vocab_size, num_tokens)
+
+    @while_starting
     def update_max_model_len(self, max_model_len: int) -> None:
         """Fewer tokens than were asked for, where the KV memory holds no more."""
         self.engine_config = replace(self.engine_config, max_model_len=max_model_len)
@@ -228,9 +251,6 @@ class SpecPagedWorker(WorkerBase):
         """The drafts that the scheduler may have verified."""
         return self.model_runner.take_drafts()
 
-    def execute_dummy_batch(self) -> None:
-        """Beside engines that decode, of a model with experts: ours do not wait for each other."""
-
     def get_model(self) -> torch.nn.Module:
         """The target's decoder."""
         return self.pair.target.decoder
@@ -240,8 +260,30 @@ class SpecPagedWorker(WorkerBase):
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def reset_mm_cache(self) -> None:
-        """No model that is served takes images or sound: nothing of them is cached."""
+    def reload_weights(
+        self, weights_iterator: None = None, weights_path: str | None = None, is_checkpoint_format: bool = True
+    ) -> None:
+        """Both models anew from their checkpoints, the target from weights_path if that is given.
 
-    def reset_encoder_cache(self) -> None:
-        """No model that is served has an encoder: nothing of one is cached."""
+        Beside the old ones, which stay if this fails. As under vLLM's own worker KV that was computed before stays as
+        well, so requests are to be ended, and the prefix cache to be reset.
+
+        Raises:
+            ValueError: for weights that do not come from a checkpoint, or for models of another shape.
+        """
+        if weights_iterator is not None or not is_checkpoint_format:
+            raise ValueError("reload_weights takes no weights_iterator, and is_checkpoint_format=True alone")
+        if self.shard is not None:
+            # A rank that fails to load would leave the others waiting.
+            return self.refuse("reload_weights", "the target is spread over ranks")
+        config = self.engine_config
+        if weights_path is not None:
+            config = replace(config, model=weights_path)
+        pair = ModelPair.load(config)
+        shapes, served = ([(m.kv_spec, m.dtype, p.vocab_size) for m in p.models] for p in (pair, self.pair))
+        if shapes != served:
+            raise ValueError(f"weights_path={weights_path!r} has models of another shape than those that are served")
+        step = self.model_runner.speculative_step
+        step.target, step.drafter = self._runners(pair, self.caches)
+        self.pair, self.engine_config = pair, config
+        logger.info("weights were loaded again from %s", config.model)

@@ -132,7 +132,7 @@ def random_params(rng: random.Random) -> dict[str, Any]:
         "temperature": temperature,
         "seed": rng.randrange(100),
         "max_tokens": rng.choice([1, 2, 9, 24, 40]),
-        "n": 1 if temperature == 0 else rng.choice([1, 1, 3]),
+        "n": 1 if temperature == 0 else rng.choice([1, 3]),
         "logprobs": rng.choice([None, None, 2]),
         "prompt_logprobs": rng.choice([None, None, None, 1]),
         "repetition_penalty": rng.choice([1.0, 1.0, 1.3]),
@@ -206,7 +206,7 @@ def run_history(seed: int, pair: toys.Pair, plain: LLM, num_requests: int = 6, n
     engine = llm.engine
     prompts = toys.prompts(num_requests + num_after, seed=rng.randrange(1000), shortest=1, longest=40)
     beginning = prompts[0]["prompt_token_ids"]  # something to find in the cache
-    prompts[1], prompts[num_requests] = {"prompt_token_ids": beginning + [1, 2]}, prompts[0]
+    prompts[1], prompts[num_requests] = {"prompt_token_ids": [*beginning, 1, 2]}, prompts[0]
     params = [SamplingParams(**random_params(rng)) for _ in prompts]
     expected = [plain.generate(*request, use_tqdm=False)[0] for request in zip(prompts, params, strict=True)]
 
@@ -241,8 +241,8 @@ def run_history(seed: int, pair: toys.Pair, plain: LLM, num_requests: int = 6, n
         if output.error is None:
             assert outcome(output) == outcome(plainly), f"request {i}"
         else:
-            # A pass that fails for all, then for this one alone, has failed for it twice.
-            twice = sum(saboteur.failed[name] for name in ("score", "pass", "verify")) > 1
+            # A pass that fails for all, if for another one's sake, then for this one alone, has failed for it twice.
+            twice = sum(saboteur.failed[name] for name in ("score", "pass", "verify", "poison")) > 1
             poisoned = str(i) == saboteur.poisoned and "Sabotage: poison at" in output.error
             assert poisoned or (twice and "Sabotage: be" in output.error), f"request {i}: {output.error}"
             for completion, whole in zip(output.outputs, plainly.outputs, strict=True):

@@ -157,7 +157,7 @@ class PagingHistory(RuleBasedStateMachine):
 
     @rule(stem=whole, length=whole, tail=token, drafts=mostly, use_cache=mostly, bonus=st.none() | token)
     def admit(self, stem, length, tail, drafts, use_cache, bonus):
-        """A new sequence, in the target's pool alone if it never drafts; with a bonus, its whole prompt is run at once."""
+        """A new sequence, of one pool if it never drafts; with a bonus token, its whole prompt is run at once."""
         token_ids = [*self.stems[stem % NUM_STEMS][: length % (3 * self.size + 3)], tail]
         line = Line(PageTable(self.allocator, self.size, NUM_POOLS if drafts else 1), [])
         self.commit(line, token_ids)

@@ -85,7 +85,7 @@ def test_a_block_that_one_pool_lacks_is_not_published(cache, allocator):
     assert found(cache, allocator, TOKENS) == table.blocks[:2]
 
 
-def test_blocks_of_the_target_alone_serve_who_needs_no_more_until_blocks_of_all_pools_take_their_place(cache, allocator):
+def test_blocks_of_the_target_alone_serve_their_like_until_blocks_of_all_pools_take_their_place(cache, allocator):
     target_alone, both = filled(allocator, 8), filled(allocator, 4, num_pools=2)
     assert cache.publish(target_alone, TOKENS) == 2
     assert found(cache, allocator, TOKENS) == target_alone.blocks

@@ -3,10 +3,12 @@ import math
 import pytest
 import torch
 
+from specpaged.modeling.forward_output import Argmax
 from specpaged.sampling import get_sampling_batch
 from specpaged.sampling.batch import SamplingBatch
 from specpaged.sampling.request import SamplingRequest
 from specpaged.sampling_params import SamplingParams
+from specpaged_kernels.lm_head import lm_head
 
 
 def request(seed=0, outputs=(), prompt=(1,), **params):
@@ -47,6 +49,59 @@ def test_greedy_ties_go_to_the_lowest_id(vocab_size):
         logits = torch.full((3, vocab_size), -1.0)
         logits[:, [low, high]] = 2.0
         assert batch.sample(logits, [0, 1, 2], [0, 0, 0])[0].tolist() == [low] * 3
+
+
+def hostile_rows(vocab_size):
+    """Rows of logits with ties, infinities and NaN, wherever a slice of a kernel may begin or end."""
+    generator = torch.Generator().manual_seed(3)
+    rows = torch.randint(-3, 4, (24, vocab_size), generator=generator).float()
+    nan, inf = float("nan"), float("inf")
+    places = [0, 1, vocab_size // 2, vocab_size - 1]
+    for row, place in enumerate(places):
+        rows[row, place] = nan
+        rows[4 + row, place] = -nan
+        rows[8 + row, :] = -inf
+        rows[8 + row, place] = -1e-42 if row % 2 else -3e38
+        rows[12 + row, place:] = inf
+        rows[16 + row, :] = -0.0
+        rows[16 + row, place] = 0.0
+    rows[20] = -inf
+    rows[21] = nan
+    rows[22] = -inf
+    rows[22, 5] = nan
+    return rows
+
+
+@pytest.mark.parametrize("vocab_size", [7, 700])
+def test_whoever_decides_a_greedy_token_decides_alike(vocab_size):
+    """Alone the output layer may take the argmax; beside a mate who asks for more, a sampling batch does."""
+    logits = hostile_rows(vocab_size)
+    expected = [Argmax.of(row[None]) for row in logits]
+    num_ok = sum(bool(ok) for _, ok in expected)
+    assert 0 < num_ok < len(logits)
+    for row, (token_ids, ok) in zip(logits, expected, strict=True):
+        if ok:
+            assert token_ids.item() == (row == row.max()).nonzero()[0].item()
+        assert ok.item() == (not row.isnan().any() and bool(row.max() > float("-inf")))
+    everybody, none_seen = list(range(len(logits))), [0] * len(logits)
+    deciders = {"their argmax": Argmax.of(logits)}
+    for backend in ("torch", "triton"):
+        for name, temperature in (("alone", 0), ("beside a mate", 1)):
+            requests = [request(temperature=0) for _ in logits] + [request(temperature=temperature)]
+            batch = get_sampling_batch(backend)(requests, vocab_size, "cpu")
+            rows = torch.cat([logits, torch.zeros(1, vocab_size)])
+            processed = batch.process(rows, [*everybody, len(logits)], [*none_seen, 0], [[]] * len(requests))
+            found = batch.sample(processed, [*everybody, len(logits)], [*none_seen, 0])
+            deciders[f"{backend}, {name}"] = [values[:-1] for values in found]
+    x = torch.zeros(1, 16)
+    x[0, 0] = 1
+    weights = torch.zeros(len(logits), vocab_size, 16)
+    weights[:, :, 0] = logits
+    fused = [lm_head(x, weight) for weight in weights]
+    deciders["the output layer"] = [torch.cat(values) for values in zip(*fused, strict=True)]
+    for name, (token_ids, ok) in deciders.items():
+        assert ok.tolist() == [bool(ok) for _, ok in expected], name
+        assert token_ids[ok].tolist() == [token_id.item() for token_id, ok in expected if ok], name
 
 
 def test_greedy_rows_get_no_noise_beside_sampled_ones():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 
 import numpy as np
@@ -142,6 +143,18 @@ def test_a_request_for_longer_drafts_than_the_server_makes_is_refused():
         admission.AdmissionUpToMany  # noqa: B018
 
 
+@pytest.mark.parametrize("params", [{"min_p": 0.1}, {"logit_bias": {3: 1.0}}])
+def test_what_vllm_refuses_beside_its_own_speculation_is_let_through_beside_ours(params):
+    register()
+    ours = vllm_config(worker_cls=WORKER_CLS, speculative_config=DRAFT)
+    vllms = vllm_config(speculative_config=DRAFT)
+    for config in (ours, vllm_config(worker_cls=WORKER_CLS), vllm_config()):
+        SamplingParams(**params)._validate_spec_decode(config.speculative_config)
+    SamplingParams(**params)._validate_spec_decode(copy.deepcopy(ours).speculative_config)
+    with pytest.raises(VLLMValidationError, match="not yet supported with speculative decoding"):
+        SamplingParams(**params)._validate_spec_decode(vllms.speculative_config)
+
+
 def test_the_check_is_of_the_kind_that_the_model_runner_takes(second_model_runner):
     register()
     config = vllm_config(worker_cls=WORKER_CLS, speculative_config=DRAFT)
@@ -165,7 +178,8 @@ def test_every_parameter_of_vllm_is_translated_left_to_vllm_or_refused():
         translated(SamplingParams(prompt_logprob_token_ids=np.array([1, 2])))
     with pytest.raises(ValueError, match="skip_reading_prefix_cache=False is not supported"):
         translated(SamplingParams(prompt_logprobs=1, skip_reading_prefix_cache=False))
-    with pytest.raises(ValueError, match="extra_args has the key 'best_of'"):
-        translated(SamplingParams(extra_args={"best_of": 2}))
+    with pytest.raises(ValueError, match=r"extra_args\['num_speculative_tokens'\]=-1"):
+        translated(SamplingParams(extra_args={"best_of": 2, "num_speculative_tokens": -1}))
+    assert translated(SamplingParams(extra_args={"best_of": 2})).num_speculative_tokens is None  # another's, as in vLLM
     ours = translated(SamplingParams(temperature=0.5, top_k=-1, seed=3, stop=["x"], bad_words=["y"], logit_bias={3: 1}))
     assert (ours.temperature, ours.top_k, ours.seed, ours.logit_bias) == (0.5, 0, 3, {3: 1.0})

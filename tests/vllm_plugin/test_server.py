@@ -23,7 +23,7 @@ import vllm
 
 from specpaged.config import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from specpaged.vllm_plugin import WORKER_CLS
-from tests.vllm_plugin.serving import PROMPTS
+from tests.vllm_plugin.serving import PROMPTS, calls_by_name
 
 TIMEOUT = 180
 SPECULATIVE = {"method": "draft_model", "model": EMBEDDED_DRAFT, "num_speculative_tokens": 4}
@@ -44,6 +44,7 @@ class Server:
             "PROMETHEUS_MULTIPROC_DIR": str(metrics),
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
+            "VLLM_SERVER_DEV_MODE": "1",  # for /sleep, /collective_rpc and their like
         }
         environment.pop("TRITON_INTERPRET", None)
         command = [
@@ -93,7 +94,9 @@ def server(tmp_path_factory):
         folder, "--speculative-config", json.dumps(SPECULATIVE), "--block-size", "16", "--chat-template", str(template)
     )
     try:
-        yield server.wait()
+        server.wait()
+        server.expected = complete(server, PROMPTS[0]).choices[0].text
+        yield server
     finally:
         server.stop()
 
@@ -133,15 +136,67 @@ def test_what_cannot_be_done_is_refused_by_name_and_others_go_on(server):
     with ThreadPoolExecutor(2) as pool:
         other = pool.submit(complete, server, PROMPTS[2], max_tokens=100)
         for arguments, named in (
-            ({"extra_body": {"vllm_xargs": {"num_draft_tokens": 3}}}, "num_draft_tokens"),
+            ({"extra_body": {"thinking_token_budget": 3}}, "thinking_token_budget"),
             ({"extra_body": {"vllm_xargs": {"num_speculative_tokens": 5}}}, "allowed: 0 to 4"),
-            ({"extra_body": {"min_p": 0.1}, "temperature": 1}, "min_p"),
+            ({"extra_body": {"min_p": 1.1}, "temperature": 1}, "min_p"),
         ):
             with pytest.raises(openai.BadRequestError, match=named):
                 complete(server, PROMPTS[0], **arguments)
         assert other.result().usage.completion_tokens == 100
-    opted_out = complete(server, PROMPTS[2], max_tokens=100, extra_body={"vllm_xargs": {"num_speculative_tokens": 0}})
+    none = {"num_speculative_tokens": 0, "somebody_elses": 1}
+    opted_out = complete(server, PROMPTS[2], max_tokens=100, extra_body={"vllm_xargs": none})
     assert opted_out.choices[0].text == other.result().choices[0].text
+
+
+def test_min_p_and_logit_bias_change_nothing_of_what_drafts_change(server):
+    asked = {"temperature": 0.8, "seed": 5, "max_tokens": 60, "logit_bias": {"101": 4.0}}
+    beside, without = (
+        complete(server, PROMPTS[4], **asked, extra_body={"min_p": 0.3} | own).choices[0].text
+        for own in ({}, {"vllm_xargs": {"num_speculative_tokens": 0}})
+    )
+    assert beside == without
+    assert beside != complete(server, PROMPTS[4], **asked).choices[0].text
+
+
+@pytest.mark.parametrize("name", calls_by_name())
+def test_whatever_vllm_calls_on_a_worker_does_its_work_or_says_why_not_and_the_server_goes_on(server, name):
+    arguments = {
+        "apply_model": ["not a function"], "discard": [["kv_cache"]], "execute_model": ["not a step"],
+        "initialize_from_config": [[None]], "release_late_interaction_query_cache": [["a key"]],
+        "sample_tokens": [None], "set_kv_cache_layout": ["LBNHC"],
+    }  # fmt: skip
+    answer = httpx.post(
+        f"{server.url}/collective_rpc", json={"method": name, "args": arguments.get(name, [])}, timeout=60
+    )
+    says_why_not = {
+        "apply_model": "is not callable",
+        "execute_model": "no attribute",
+        "sample_tokens": "no step to sample",
+    }
+    if answer.status_code != 200:
+        assert says_why_not.get(name, f"specpaged's worker refuses {name}: ") in answer.json()["error"]["message"]
+    else:
+        assert name not in says_why_not
+    assert complete(server, PROMPTS[0]).choices[0].text == server.expected
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_requests_wait_while_it_sleeps(server, level):
+    assert httpx.post(f"{server.url}/sleep?level={level}", timeout=60).status_code == 200
+    assert httpx.get(f"{server.url}/is_sleeping", timeout=60).json() == {"is_sleeping": True}
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(complete, server, PROMPTS[0])
+        with pytest.raises(TimeoutError):
+            waiting.result(timeout=1)
+        assert httpx.post(f"{server.url}/wake_up", timeout=60).status_code == 200
+        assert waiting.result(timeout=60).choices[0].text == server.expected
+
+
+def test_weights_are_loaded_again_or_stay(server):
+    for options, status in (({"weights_path": "/nowhere/at/all"}, 500), ({}, 200)):
+        body = {"method": "reload_weights", "kwargs": options}
+        assert httpx.post(f"{server.url}/collective_rpc", json=body, timeout=60).status_code == status
+        assert complete(server, PROMPTS[0]).choices[0].text == server.expected
 
 
 def test_a_client_that_hangs_up_gives_its_blocks_back(server):
