@@ -59,7 +59,7 @@ def score_and_verify(step: SpeculativeStep, entries: SequenceOf[ScheduledSequenc
         return scored, step.verify(scored)
     except IntegrityError:
         raise
-    except Exception:
+    except Exception:  # of whatever kind: it may be one request's own, and that shows when each runs alone
         logger.warning("a step of %d sequences failed, and is run one by one:", len(entries), exc_info=True)
     done: list[tuple[ScoredStep, VerifyOutput]] = []
     for entry in entries:

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from specpaged.cli import app, printing
 from specpaged.engine.engine import Engine
 from specpaged.modeling.model_runner import ModelRunner
+from specpaged.paging.page_table import PageTable
 from specpaged.verification.coupled import CoupledVerifier
 
 FLAGS = [
@@ -196,6 +197,20 @@ def test_bad_prompts_as_arguments_are_refused_in_one_sentence(specpaged, monkeyp
     monkeypatch.setattr("specpaged.comparison.job.LLM", None)  # nothing is loaded
     result = specpaged("generate", *arguments)
     assert (result.exit_code, result.stderr) == (2, f"error: {message}\n")
+
+
+def test_an_invariant_that_breaks_is_no_fault_of_the_users(tokenizer_pair, monkeypatch):
+    """Whatever is refused is a ValueError, and ends in one sentence. Within a step one has other reasons."""
+
+    def broken(_table, _pool, _num_tokens):
+        raise ValueError("num_tokens must be in 0..3, the capacity left, got 4")
+
+    monkeypatch.setattr(PageTable, "advance", broken)
+    models = ["--model", tokenizer_pair.target, "--draft-model", tokenizer_pair.draft]
+    result = CliRunner().invoke(app, ["generate", "a prompt", *models])
+    assert result.exit_code == 1
+    assert isinstance(result.exception, RuntimeError)
+    assert "a step failed twice: ValueError: num_tokens must be" in str(result.exception)
 
 
 REPETITIVE = [" fox" * 12, " the dog" * 9, " cache and" * 8]

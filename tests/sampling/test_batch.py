@@ -72,6 +72,7 @@ def hostile_rows(vocab_size):
     return rows
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")  # of rows that only fill a tile
 @pytest.mark.parametrize("vocab_size", [7, 700])
 def test_whoever_decides_a_greedy_token_decides_alike(vocab_size):
     """Alone the output layer may take the argmax; beside a mate who asks for more, a sampling batch does."""
