@@ -151,7 +151,7 @@ class Engine:
                 as any other.
             IntegrityError: likewise, and the engine's own state is not what it has to be.
         """
-        with self.recovery.all_or_nothing():
+        with self.recovery:  # all or nothing
             scheduled = self._schedule()
             if not scheduled.entries:
                 return []

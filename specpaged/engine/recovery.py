@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
-from contextlib import contextmanager
 
 from specpaged.drafting.base import DraftOutput
 from specpaged.engine.scheduler import ScheduledSequence, Scheduler
@@ -17,34 +15,36 @@ logger = logging.getLogger("specpaged")
 
 
 class Recovery:
-    """A step changes nothing, or everything that it has to; and who has lost KV computes it again."""
+    """A step changes nothing, or everything that it has to; and who has lost KV computes it again.
+
+    A context around a step. Where the step fails, tokens stay as they are, and all KV is computed anew from them; that
+    of the prefix cache is from steps before, and stays. A second failure in a row is raised.
+    """
 
     def __init__(self, scheduler: Scheduler, step: SpeculativeStep):
         self.scheduler = scheduler
         self.step = step
         self._has_failed = False  # the last step
 
-    @contextmanager
-    def all_or_nothing(self) -> Iterator[None]:
-        """Around a step. Where it fails, tokens stay as they are, and all KV is computed anew from them.
+    def __enter__(self) -> None:
+        """Nothing is to be done before a step."""
 
-        The KV of the prefix cache is from steps before, and stays. A second failure in a row is raised.
-        """
-        try:
-            yield
+    def __exit__(self, _kind: type | None, error: BaseException | None, _traceback: object) -> bool:
+        if error is None:
             self._has_failed = False
-        except BaseException as error:
-            for sequence in self.scheduler.preempt_all():
-                self.step.forget(sequence)
-            for sequence in self.scheduler:
-                sequence.fork_source = None  # whose KV is to be copied: it may be what fails
-            self.step.metrics.failed_steps += 1
-            if not isinstance(error, Exception) or isinstance(error, IntegrityError):
-                raise
-            if self._has_failed:
-                raise RuntimeError(f"a step failed twice: {type(error).__name__}: {error}") from error
-            self._has_failed = True
-            logger.warning("a step failed, and is run anew:", exc_info=True)
+            return False
+        for sequence in self.scheduler.preempt_all():
+            self.step.forget(sequence)
+        for sequence in self.scheduler:
+            sequence.fork_source = None  # whose KV is to be copied: it may be what fails
+        self.step.metrics.failed_steps += 1
+        if not isinstance(error, Exception) or isinstance(error, IntegrityError):
+            return False
+        if self._has_failed:
+            raise RuntimeError(f"a step failed twice: {type(error).__name__}: {error}") from error
+        self._has_failed = True
+        logger.warning("a step failed, and is run anew:", exc_info=error)
+        return True
 
 
 def score_and_verify(step: SpeculativeStep, entries: SequenceOf[ScheduledSequence]) -> tuple[ScoredStep, VerifyOutput]:

@@ -51,14 +51,15 @@ def make_pass(
     block_stride: int | None = None,
 ) -> Pass:
     """The struct of these arguments of `paged_attention`; the tensors must outlive it. Raises ValueError."""
-    num_seqs, num_tokens = len(context_lens), len(slot_mapping)
+    num_seqs, num_tokens = context_lens.numel(), slot_mapping.numel()  # len() of a tensor takes four times as long
     if (
         slot_mapping.dtype != torch.int64
         or page_table.dtype != torch.int32
         or cu_query_lens.dtype != torch.int32
         or context_lens.dtype != torch.int32
         or not (slot_mapping.is_contiguous() and cu_query_lens.is_contiguous() and context_lens.is_contiguous())
-        or not (num_seqs == len(page_table) == len(cu_query_lens) - 1)
+        or not (num_seqs == page_table.shape[0] == cu_query_lens.numel() - 1)
+        or not (slot_mapping.is_cpu and page_table.is_cpu and cu_query_lens.is_cpu and context_lens.is_cpu)
         or (page_table.shape[1] > 1 and page_table.stride(1) != 1)
     ):  # all at once: it is asked several times in a step
         check_tensor("slot_mapping", slot_mapping, (num_tokens,), torch.int64)

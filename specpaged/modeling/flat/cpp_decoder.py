@@ -64,7 +64,7 @@ class CppDecoder(nn.Module):
     def forward(
         self, token_ids: Tensor, positions: Tensor, paged_pass: PagedPass, request: ForwardRequest
     ) -> ForwardOutput:
-        num_rows, logits_idx = len(token_ids), request.logits_idx
+        num_rows, logits_idx = token_ids.shape[0], request.logits_idx
         if not isinstance(paged_pass, CppPass) or (self.most_rows is not None and num_rows > self.most_rows):
             return self.decoder(token_ids, positions, paged_pass, request)
         pools = self._pools(paged_pass.kv_layers)
@@ -72,8 +72,8 @@ class CppDecoder(nn.Module):
         check_tensor("token_ids", token_ids, (num_rows,), torch.int64)
         check_tensor("positions", positions, (num_rows,), torch.int64)
         if logits_idx is not None:
-            check_tensor("logits_idx", logits_idx, (len(logits_idx),), torch.int64)
-        num_logits = num_rows if logits_idx is None else len(logits_idx)
+            check_tensor("logits_idx", logits_idx, (logits_idx.numel(),), torch.int64)
+        num_logits = num_rows if logits_idx is None else logits_idx.numel()
         logits = torch.empty(num_logits, self.config.vocab_size, dtype=self.decoder.embedding.dtype)
         struct, hidden_states = None, None
         if request.hidden is not None:
@@ -109,21 +109,21 @@ class CppDecoder(nn.Module):
         vocab_size: int,
     ) -> list[DraftedTokens]:
         """What ModelRunner.greedy_steps says, on the layers' pools [P * S, 2, Hkv, D]."""
-        sizes = [len(batch.logits_idx) for batch in batches]
+        sizes = [batch.logits_idx.numel() for batch in batches]
         token_ids = torch.empty(sum(sizes), dtype=torch.int64).split_with_sizes(sizes)
         logprobs = torch.empty(sum(sizes), dtype=torch.float32).split_with_sizes(sizes)
         drafted = [DraftedTokens(*tensors) for tensors in zip(token_ids, logprobs, strict=True)]
         pools = self._pools(kv_layers)
         steps = (kernel.Step * len(batches))()
         for step, batch, rows, output in zip(steps, batches, source_idx, drafted, strict=True):
-            step.call = self._call(batch, len(batch.positions))  # a batch has no tokens of its own but for the first
+            step.call = self._call(batch, batch.positions.numel())  # a batch has no tokens of its own but for the first
             check_tensor("positions", batch.positions, batch.positions.shape, torch.int64)
             check_tensor("logits_idx", batch.logits_idx, batch.logits_idx.shape, torch.int64)
             check_tensor("source_idx", rows, batch.positions.shape, torch.int64)
             step.positions = batch.positions.data_ptr()
             step.logits_idx = batch.logits_idx.data_ptr()
             step.source_idx = None if rows is None else rows.data_ptr()
-            step.num_logits = len(batch.logits_idx)
+            step.num_logits = batch.logits_idx.numel()
             step.token_ids, step.logprobs = output.token_ids.data_ptr(), output.logprobs.data_ptr()
         check_tensor("token_ids", batches[0].token_ids, batches[0].positions.shape, torch.int64)
         status = self._greedy_function(
