@@ -55,6 +55,16 @@ def test_a_fork_whose_copy_fails_is_computed_anew(tokenizer_pair, monkeypatch, b
     assert llm.metrics.acceptance_rate == 1.0
 
 
+def test_forks_whose_copies_always_fail_are_given_up(tokenizer_pair, monkeypatch):
+    prompts = toys.prompts(2, shortest=21, longest=30)
+    params = SamplingParams(n=3, temperature=0.8, seed=3, max_tokens=20, ignore_eos=True)
+    expected = token_ids(generate(make_llm(tokenizer_pair, k=0), prompts, params))
+    llm = make_llm(tokenizer_pair, k=3)
+    monkeypatch.setattr(llm.engine.target.kv_cache, "copy_blocks", lambda _pairs: [].pop())
+    assert token_ids(generate(llm, prompts, params)) == expected
+    assert llm.metrics.failed_steps == 1
+
+
 @pytest.mark.parametrize("method", ["publish", "mark_cached"])
 def test_what_is_not_published_is_not_shared_and_nobody_ends_for_it(tokenizer_pair, monkeypatch, caplog, method):
     prompts, params = toys.prompts(3, shortest=40), SamplingParams(max_tokens=20, **GREEDY)
