@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -87,12 +88,15 @@ def test_a_proposal_that_fails_costs_its_drafts_alone(tokenizer_pair, monkeypatc
     prompts, params = toys.prompts(4), SamplingParams(max_tokens=20, **GREEDY)
     expected = token_ids(generate(make_llm(tokenizer_pair, k=0), prompts, params))
     llm = make_llm(tokenizer_pair, k=3, draft=tokenizer_pair.target, speculative={"numerics": "exact"})
-    fails_once(monkeypatch, llm.engine.speculative_step.drafter, "propose", behind)
+    drafter, forgotten = llm.engine.speculative_step.drafter, []
+    fails_once(monkeypatch, drafter, "propose", behind)
+    monkeypatch.setattr(drafter, "forget", lambda sequence: forgotten.append(sequence.request_id))
     with caplog.at_level(logging.WARNING, "specpaged"):
         assert token_ids(generate(llm, prompts, params)) == expected
     assert "a proposal of 4 sequences failed; they have no drafts" in caplog.text
     assert llm.metrics.failed_proposals == 1
     assert llm.metrics.acceptance_rate == 1.0
+    assert Counter(forgotten) == dict.fromkeys("0123", 2)  # by the failure, and when they end
 
 
 @pytest.mark.parametrize("method", ["score", "verify"])
