@@ -176,7 +176,7 @@ class LLM:
             raise
         failed = outputs[request_ids[0]].error if len(prompts) == 1 else None
         if failed:
-            raise ValueError(failed)
+            raise RuntimeError(failed)
         return [outputs[request_id] for request_id in request_ids]
 
     def _run(self, outputs: dict[str, RequestOutput], num_prompts: int, use_tqdm: bool) -> None:

@@ -119,8 +119,8 @@ class EngineMetrics(DraftCounters):
     drafts: the memory that speculation holds between scoring and commit. Rollback covers both pools; its seconds
     include the allocator's work, and all copies that a dense KV layout makes. Bytes are those of KV that was written by
     copying: for rollback, to be read by attention ("gathered"), and for the layout's own sake ("other"). Grouped rounds
-    ran several sequences of one length, fallback rounds several of any: EXSPEC's. Failed steps raised and were run
-    anew; requests without drafts have lost them to a NaN.
+    ran several sequences of one length, fallback rounds several of any: EXSPEC's. Failed steps raised: one is run
+    anew, a second one without a token between them is the caller's; requests without drafts have lost them to a NaN.
     """
 
     steps: int = 0

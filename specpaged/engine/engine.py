@@ -84,6 +84,7 @@ class Engine:
         )
         self.recovery = Recovery(self.scheduler, self.speculative_step)
         self.requests: dict[str, Request] = {}
+        self._ended: dict[str, None] = {}  # ids of requests of which sequences have ended, and no output has come yet
         self._num_seeds_derived = 0
         self._counted = PartCounts()  # of the metrics so far
 
@@ -127,6 +128,7 @@ class Engine:
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """End a request now and free its blocks; its output so far, or None if no such request runs."""
+        self._ended.pop(request_id, None)
         request = self.requests.pop(request_id, None)
         if request is None:
             return None
@@ -138,7 +140,7 @@ class Engine:
     @property
     def has_unfinished_requests(self) -> bool:
         """Whether another step would do anything."""
-        return len(self.scheduler) > 0
+        return len(self.scheduler) > 0 or bool(self._ended)
 
     @torch.inference_mode()
     def step(self) -> list[RequestOutput]:
@@ -154,13 +156,14 @@ class Engine:
         with self.recovery:  # all or nothing
             scheduled = self._schedule()
             if not scheduled.entries:
-                return []
+                return self._outputs()
             scored, verified = score_and_verify(self.speculative_step, scheduled.entries)
             self.speculative_step.commit(scored, verified)
             self._fail_who_has_no_token(scored, verified)
             self._realign()
             self.speculative_step.propose(scored, self.scheduler.reserve_drafts)
-            return self._finish_who_ended(scheduled)
+            self._finish_who_ended(scheduled)
+            return self._outputs()
         return []
 
     def check_idle(self) -> None:
@@ -220,7 +223,7 @@ class Engine:
             scheduled = self.scheduler.schedule()
             for sequence in scheduled.preempted:
                 self.speculative_step.forget(sequence)
-            if not scheduled.entries and self.has_unfinished_requests:
+            if not scheduled.entries and len(self.scheduler):
                 raise RuntimeError(f"no sequence can run, and {len(self.scheduler)} wait: {list(self.scheduler)}")
             for runner in self._runners if scheduled.forks else ():
                 self._metrics.fork_copied_bytes += runner.kv_cache.copy_blocks(scheduled.forks)
@@ -248,37 +251,44 @@ class Engine:
         self.kv_layout.realign([sequence for sequence in self.scheduler.running if not sequence.has_ended])
         self._metrics.rollback_seconds += time.perf_counter() - start
 
-    def _finish_who_ended(self, scheduled: ScheduledStep) -> list[RequestOutput]:
-        """Publish what may be shared, free who has ended; the outputs of requests that ended with them."""
+    def _finish_who_ended(self, scheduled: ScheduledStep) -> None:
+        """Publish what may be shared, and free who has ended."""
         with self._metrics.stage("commit"):
-            ended: dict[str, None] = {}  # request ids, in order
             for entry in scheduled.entries:
                 sequence = entry.sequence
                 # Not before the sequence samples: its logits are the first to show a NaN in any of its KV.
                 if self.prefix_cache is not None and entry.samples and sequence.error is None:
                     self._publish(sequence)
                 if sequence.has_ended:
+                    self._ended[sequence.request_id] = None  # first: a step that fails from here on comes back to it
                     self._finish(sequence, sequence.finish_reason or "error")
-                    ended[sequence.request_id] = None
-            requests = [self.requests[request_id] for request_id in ended]
-            outputs = []
-            for request in requests:
-                if request.is_finished:
-                    del self.requests[request.request_id]
-                    outputs.append(request.output(self.vocabulary.tokenizer))
+
+    def _outputs(self) -> list[RequestOutput]:
+        """The outputs of the requests that have ended, which are the engine's no more."""
+        if not self._ended:
+            return []
+        with self._metrics.stage("commit"):
+            requests = [self.requests[request_id] for request_id in self._ended if request_id in self.requests]
+            finished = [request for request in requests if request.is_finished]
+            outputs = [request.output(self.vocabulary.tokenizer) for request in finished]
+            for request in finished:
+                del self.requests[request.request_id]
+            self._ended.clear()
             return outputs
 
     def _publish(self, sequence: Sequence) -> None:
         """Offer the sequence's full blocks to the prefix cache."""
         try:
             self.prefix_cache.publish(sequence.page_table, sequence.token_ids)
+        except IntegrityError:
+            raise
         except Exception:  # it is computed again by whoever could have found it
             logger.warning("KV of request %r is not published:", sequence.request_id, exc_info=True)
 
     def _finish(self, sequence: Sequence, reason: str) -> None:
         sequence.finish_reason = reason
-        self.scheduler.finish(sequence)
         self.speculative_step.forget(sequence)
+        self.scheduler.finish(sequence)
 
     def _count_parts(self) -> None:
         """Add to the metrics what the engine's parts have counted since the last time: theirs go on for life."""

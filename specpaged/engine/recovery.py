@@ -15,34 +15,38 @@ logger = logging.getLogger("specpaged")
 
 
 class Recovery:
-    """A step changes nothing, or everything that it has to; and who has lost KV computes it again.
+    """Each sequence has a step's tokens or does not, whatever fails in it; and who has lost KV computes it again.
 
     A context around a step. Where the step fails, tokens stay as they are, and all KV is computed anew from them; that
-    of the prefix cache is from steps before, and stays. A second failure in a row is raised.
+    of the prefix cache is from steps before, and stays. A second failure before any token has come is raised.
     """
 
     def __init__(self, scheduler: Scheduler, step: SpeculativeStep):
         self.scheduler = scheduler
         self.step = step
-        self._has_failed = False  # the last step
+        self._failed_at: int | None = None  # tokens emitted before the last failure; None: more have come since
 
     def __enter__(self) -> None:
         """Nothing is to be done before a step."""
 
     def __exit__(self, _kind: type | None, error: BaseException | None, _traceback: object) -> bool:
+        metrics = self.step.metrics
         if error is None:
-            self._has_failed = False
+            # Prefill alone is none: it is run again after every failure.
+            if self._failed_at != metrics.emitted_tokens or not len(self.scheduler):
+                self._failed_at = None
             return False
         for sequence in self.scheduler.preempt_all():
             self.step.forget(sequence)
         for sequence in self.scheduler:
             sequence.fork_source = None  # whose KV is to be copied: it may be what fails
-        self.step.metrics.failed_steps += 1
+        metrics.failed_steps += 1
         if not isinstance(error, Exception) or isinstance(error, IntegrityError):
             return False
-        if self._has_failed:
+        if self._failed_at == metrics.emitted_tokens:
+            self._failed_at = None
             raise RuntimeError(f"a step failed twice: {type(error).__name__}: {error}") from error
-        self._has_failed = True
+        self._failed_at = metrics.emitted_tokens
         logger.warning("a step failed, and is run anew:", exc_info=error)
         return True
 
@@ -50,9 +54,9 @@ class Recovery:
 def score_and_verify(step: SpeculativeStep, entries: SequenceOf[ScheduledSequence]) -> tuple[ScoredStep, VerifyOutput]:
     """The entries scored and verified by `step`; where that raises, each of them alone.
 
-    A pass that failed has left nothing behind: it writes KV into slots that nobody takes for valid, and sequences
-    change in `commit`. As no row depends on its mates, who goes on gets the tokens that it would have got. Who fails
-    alone, too, has an error, and is not among the entries of what is returned.
+    A pass that failed has left nothing behind: it writes KV into slots that nobody takes for valid, and tokens come in
+    `commit`. As no row depends on its mates, who goes on gets the tokens that it would have got. Who fails alone, too,
+    has an error, and is not among the entries of what is returned.
     """
     try:
         scored = step.score(entries)
@@ -66,6 +70,8 @@ def score_and_verify(step: SpeculativeStep, entries: SequenceOf[ScheduledSequenc
         try:
             scored = step.score([entry])
             done.append((scored, step.verify(scored)))
+        except IntegrityError:
+            raise
         except Exception as error:
             entry.sequence.fail(error)
     return _together(step, done)

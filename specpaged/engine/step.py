@@ -16,6 +16,7 @@ from torch import Tensor
 
 from specpaged.drafting.base import Drafter, DraftOutput, DraftRow
 from specpaged.drafting.draft import NO_DRAFT
+from specpaged.engine.draft_row import draft_row
 from specpaged.engine.prompt_logprobs import record_prompt_logprobs
 from specpaged.engine.scheduler import ScheduledSequence
 from specpaged.engine.sequence import Sequence
@@ -23,6 +24,7 @@ from specpaged.engine.target_pass import TargetPass, run_target
 from specpaged.metrics import EngineMetrics
 from specpaged.modeling.forward_output import Argmax, HiddenStates
 from specpaged.modeling.model_runner import ModelRunner
+from specpaged.paging.block_allocator import IntegrityError
 from specpaged.paging.page_table import DRAFT, TARGET, PageTable
 from specpaged.sampling import get_sampling_batch
 from specpaged.sampling.batch import Noise, SamplingBatch
@@ -128,11 +130,13 @@ class SpeculativeStep:
             for entry in scored.entries:
                 sequence, num_kept = entry.sequence, 0
                 result = next(results) if entry.samples else None
-                try:
-                    if sequence in scored.prompt_logits:
-                        record_prompt_logprobs(sequence, scored.prompt_logits[sequence])
+                try:  # tokens first: a host has them already
                     if result is not None:
                         num_kept = self._emit(entry, *result)
+                    if sequence in scored.prompt_logits:
+                        record_prompt_logprobs(sequence, scored.prompt_logits[sequence])
+                except IntegrityError:
+                    raise
                 except Exception as error:  # a tokenizer's own, of this request alone
                     sequence.fail(error)
                 sequence.page_table.advance(TARGET, entry.num_new_tokens + entry.num_draft_tokens)
@@ -161,7 +165,8 @@ class SpeculativeStep:
             num_draft_tokens = dict(zip(going_on, reserve(going_on), strict=True))
             for entry in scored.entries:
                 k = num_draft_tokens.get(entry.sequence, 0)
-                row = self._draft_row(entry, k, len(drafting), scored.hidden_states.get(entry.sequence))
+                hidden = scored.hidden_states.get(entry.sequence)
+                row = draft_row(entry, k, len(drafting), hidden, self.publishes, self.follows_target)
                 if row is not None:
                     rows.append(row)
                     tables.append(entry.sequence.page_table)
@@ -172,22 +177,27 @@ class SpeculativeStep:
                 return
             self._noise = scored.sampling.noise  # of which some is for tokens that are to be decided anew
             sampling = self.sampling([sequence.sampling_request for sequence in drafting])
+            has_drafted = True
             try:
                 drafts = self.drafter.propose(rows, sampling)
+            except IntegrityError:
+                raise
             except Exception:  # whatever is drafted, outputs are the same: nobody ends for it
                 self.metrics.failed_proposals += 1
                 logger.warning("a proposal of %d sequences failed; they have no drafts:", len(rows), exc_info=True)
-                drafts = [NO_DRAFT] * len(drafting)
+                has_drafted, drafts = False, [NO_DRAFT] * len(drafting)
                 for row in rows:
-                    self.drafter.forget(row.sequence)
-            else:
-                for row, table in zip(rows, tables, strict=True):
-                    if row.token_ids:
-                        num_drafted = len(drafts[row.request_idx]) if row.num_draft_tokens > 0 else 0
-                        table.advance(DRAFT, len(row.token_ids) + max(0, num_drafted - 1))
+                    self.forget(row.sequence)
+            num_run = [len(draft) for draft in drafts]
             if self.agree is not None and drafts:
                 agreed = self.agree([list(draft.token_ids) for draft in drafts])
                 drafts = [replace(draft, token_ids=ids) for draft, ids in zip(drafts, agreed, strict=True)]
+            for row, table in zip(rows, tables, strict=True):
+                if row.token_ids and has_drafted:
+                    i, num_drafted = row.request_idx, 0
+                    if row.num_draft_tokens > 0:
+                        num_drafted = min(num_run[i], len(drafts[i]))
+                    table.advance(DRAFT, len(row.token_ids) + max(0, num_drafted - 1))
             for sequence, draft in zip(drafting, drafts, strict=True):
                 sequence.draft = draft
             self._noise = sampling.noise
@@ -195,8 +205,11 @@ class SpeculativeStep:
     def forget(self, sequence: Sequence) -> None:
         """The sequence has ended, or given up its KV."""
         sequence.draft = NO_DRAFT
-        if self.drafter is not None:
-            self.drafter.forget(sequence)
+        try:
+            if self.drafter is not None:
+                self.drafter.forget(sequence)
+        except Exception:  # it keeps what nobody will ask for
+            logger.warning("request %r is not forgotten by its drafter:", sequence.request_id, exc_info=True)
 
     def sampling(self, requests: SequenceOf[SamplingRequest]) -> SamplingBatch:
         """The requests as a batch whose tokens are to be decided; it meets the noise that their drafts have met."""
@@ -265,28 +278,3 @@ class SpeculativeStep:
             for pool, context_len in enumerate(table.context_lens):
                 metrics.rollback_blocks_freed += table.truncate(pool, min(context_len, num_tokens))
         metrics.rollback_seconds += time.perf_counter() - start
-
-    def _draft_row(
-        self, entry: ScheduledSequence, k: int, request_idx: int, hidden: HiddenStates | None
-    ) -> DraftRow | None:
-        """What the drafter has to do for a sequence that has just been committed; None if nothing.
-
-        Behind a prefill it runs what the target has run, drafts or not: that KV may be shared. Hidden states reach it
-        in any case that goes on, as they do not come again.
-        """
-        sequence, table = entry.sequence, entry.sequence.page_table
-        in_prefill = entry.num_new_tokens > 1 or not entry.samples
-        goes_on = self.publishes or not sequence.has_ended
-        catches_up = sequence.max_draft_tokens > 0 and goes_on and (in_prefill or hidden is not None)
-        catches_up = catches_up or self.follows_target
-        if sequence.error is not None or not (k > 0 or catches_up):
-            return None
-        start, token_ids, blocks = 0, (), ()
-        if len(table.context_lens) > DRAFT:  # the drafter has KV
-            start, blocks = table.context_lens[DRAFT], table.entries
-            token_ids = sequence.token_ids[start : sequence.num_tokens if k > 0 else table.context_lens[TARGET]]
-        if hidden is not None:
-            hidden = hidden.first(table.context_lens[TARGET] - entry.context_len)
-        elif k == 0 and not token_ids:
-            return None
-        return DraftRow(sequence, token_ids, start, blocks, k, request_idx, hidden, entry.context_len)

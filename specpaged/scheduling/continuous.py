@@ -66,13 +66,13 @@ class ContinuousScheduler:
 
     def finish(self, sequence: Sequence) -> None:
         """Take a sequence out, running or waiting, and free its pages."""
+        sequence.page_table.free()
         if sequence.status is SequenceStatus.RUNNING:
             self.running.remove(sequence)
         else:
             self.waiting.remove(sequence)
         sequence.status = SequenceStatus.FINISHED
         sequence.draft = NO_DRAFT
-        sequence.page_table.free()
 
     def schedule(self) -> ScheduledStep:
         """Decide the next step. Blocks for every token that it will write are reserved on return."""
@@ -111,6 +111,8 @@ class ContinuousScheduler:
         self._preempted = []
         for sequence in list(reversed(self.running)):
             self._preempt(sequence)
+        for sequence in self.waiting:
+            sequence.page_table.free()  # of who was just about to be admitted
         return self._preempted
 
     def reserve_drafts(self, sequences: SequenceOf[Sequence]) -> list[int]:
@@ -233,14 +235,12 @@ class ContinuousScheduler:
             # A cached prompt token has no logits, so whoever asks for them computes the prompt.
             return self._make_room(sequence.num_tokens, 0)
         blocks = self.prefix_cache.match(sequence.token_ids, shareable, len(table.context_lens))
+        table.adopt(blocks, len(blocks) * self.block_size)
         if not self._make_room(sequence.num_tokens, len(blocks)):
-            for block in reversed(blocks):  # as a page table does it: a continuation is evicted before its beginning
-                self.allocator.free(block)
+            table.free()
             return False
-        if blocks:
-            table.adopt(blocks, len(blocks) * self.block_size)
-            if not sequence.metrics.preemptions:  # afterwards it finds its own blocks, output among them
-                sequence.metrics.cached_prompt_tokens = len(blocks) * self.block_size
+        if blocks and not sequence.metrics.preemptions:  # afterwards it finds its own blocks, output among them
+            sequence.metrics.cached_prompt_tokens = len(blocks) * self.block_size
         return True
 
     def _make_room(self, num_tokens: int, num_shared_blocks: int) -> bool:

@@ -50,6 +50,11 @@ class SpecPagedModelRunner:
         """Totals since the worker started."""
         return self.speculative_step.metrics
 
+    @property
+    def has_step(self) -> bool:
+        """Whether `sample` is to follow."""
+        return self._scored is not None
+
     @torch.inference_mode()
     def execute(self, scheduled: SchedulerOutput) -> None:
         """Run the target over the step. `sample` is to follow if anything was scheduled."""
@@ -65,8 +70,6 @@ class SpecPagedModelRunner:
     @torch.inference_mode()
     def sample(self, grammar: GrammarOutput | None) -> ModelRunnerOutput:
         """Verify the step, commit what stands of it, and propose for the next one."""
-        if self._scored is None:
-            raise RuntimeError("there is no step to sample from: execute_model comes before sample_tokens")
         scored, self._scored = self._scored, None
         scheduled, self._scheduled = self._scheduled, None
         if grammar is not None:

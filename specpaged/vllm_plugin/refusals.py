@@ -24,12 +24,14 @@ class Refusals:
     """What our worker has nothing to do for, and what it refuses. `rank` and `parallel_config` are vLLM's."""
 
     def refuse(self, name: str, why: str) -> None:
-        """Raises NotImplementedError, on the last rank.
+        """Raises NotImplementedError, on the last of the ranks that one executor asks.
 
-        vLLM's executor reads the ranks' replies in their order, up to the first failure: what came behind it would be
-        taken for the reply to its next call.
+        It reads their replies in their order, up to the first failure: what came behind it would be taken for the reply
+        to its next call. An external launcher has an executor for each rank.
         """
-        if self.rank == self.parallel_config.world_size - 1:
+        parallel = self.parallel_config
+        alone = parallel.distributed_executor_backend == "external_launcher"
+        if alone or self.rank == parallel.world_size - 1:
             raise NotImplementedError(f"specpaged's worker refuses {name}: {why}")
 
     def sleep(self, level: int = 1) -> None:

@@ -245,6 +245,8 @@ class SpecPagedWorker(Refusals, WorkerBase):
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput:
         """Verifies and commits the step, and proposes for the next one."""
+        if not self.model_runner.has_step:
+            return self.refuse("sample_tokens", "there is no step to sample from, execute_model comes before it")
         return self.model_runner.sample(grammar_output)
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
@@ -271,11 +273,11 @@ class SpecPagedWorker(Refusals, WorkerBase):
         Raises:
             ValueError: for weights that do not come from a checkpoint, or for models of another shape.
         """
-        if weights_iterator is not None or not is_checkpoint_format:
-            raise ValueError("reload_weights takes no weights_iterator, and is_checkpoint_format=True alone")
         if self.shard is not None:
             # A rank that fails to load would leave the others waiting.
             return self.refuse("reload_weights", "the target is spread over ranks")
+        if weights_iterator is not None or not is_checkpoint_format:
+            raise ValueError("reload_weights takes no weights_iterator, and is_checkpoint_format=True alone")
         config = self.engine_config
         if weights_path is not None:
             config = replace(config, model=weights_path)

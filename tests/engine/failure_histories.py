@@ -66,11 +66,15 @@ class Saboteur:
             "commit": (step, "commit"),
             "realign": (engine.kv_layout, "realign"),
             "reserve": (engine.scheduler, "reserve_drafts"),
+            "finish": (engine.scheduler, "finish"),
+            "make room": (engine.scheduler, "_make_room"),
+            "truncate": (engine.kv_layout.new_table(engine.allocator, 1), "truncate"),
+            "advance": (engine.kv_layout.new_table(engine.allocator, 1), "advance"),
             "draft passes": (engine.target, "greedy_steps"),
             "mark cached": (engine.allocator, "mark_cached"),
         }
         if step.drafter is not None:
-            points["propose"] = (step.drafter, "propose")
+            points |= {"propose": (step.drafter, "propose"), "forget": (step.drafter, "forget")}
         if engine.prefix_cache is not None:
             points["publish"] = (engine.prefix_cache, "publish")
         return points

@@ -318,7 +318,7 @@ def test_nan_logits_end_their_request_only_and_its_blocks_can_be_reused(toy_pair
 
 @pytest.mark.parametrize("max_num_seqs", [1, 4])
 @pytest.mark.parametrize("backend", ["torch", "cpp"])
-def test_a_draft_whose_kv_is_nan_changes_nothing(tmp_path, max_num_seqs, backend):
+def test_a_draft_whose_kv_is_nan_changes_nothing(tmp_path, max_num_seqs, backend, caplog):
     """Token 0 has an embedding of NaN in the target. Plain decoding never runs it, and the draft always proposes it."""
     target = toys.model(tie_word_embeddings=False, eos_token_id=None)
     draft = toys.model(tie_word_embeddings=False, eos_token_id=None)
@@ -336,7 +336,10 @@ def test_a_draft_whose_kv_is_nan_changes_nothing(tmp_path, max_num_seqs, backend
     assert token_ids(generate(llm, prompts, params)) == expected
     if backend == "torch":  # where a row multiplies what it may not read by zero
         assert llm.metrics.drafts == len(prompts)  # each of them drafted once, and never again
+        assert llm.metrics.requests_without_drafts == len(prompts)
+        assert caplog.text.count("drafts no more: NaN beside its drafts") == len(prompts)
     else:
+        assert llm.metrics.requests_without_drafts == 0
         assert llm.metrics.accepted_tokens == 0
         assert llm.metrics.drafts > len(prompts)
 
@@ -377,7 +380,7 @@ def test_a_nan_in_a_prefill_does_not_stay_in_the_prefix_cache(toy_pair, plain, m
         return output
 
     monkeypatch.setattr(llm.engine.target, "forward", forward_once_broken)
-    with pytest.raises(ValueError, match="NaN"):
+    with pytest.raises(RuntimeError, match="NaN"):
         generate(llm, prompt, params)
     assert token_ids(generate(llm, prompt, params)) == token_ids(generate(plain, prompt, params))
 

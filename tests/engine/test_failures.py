@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from specpaged import SamplingParams
-from specpaged.paging.block_allocator import IntegrityError
+from specpaged.paging.block_allocator import BlockAllocator, IntegrityError
+from specpaged.paging.page_table import DRAFT
 from tests import toys
 from tests.engine.failure_histories import MAX_MODEL_LEN, Sabotage, run_history
 from tests.engine.test_engine import GREEDY, generate, make_llm, token_ids
@@ -99,6 +100,43 @@ def test_a_proposal_that_fails_costs_its_drafts_alone(tokenizer_pair, monkeypatc
     assert Counter(forgotten) == dict.fromkeys("0123", 2)  # by the failure, and when they end
 
 
+@pytest.mark.parametrize("whose", ["the first rank's", "this rank's"])
+def test_a_proposal_that_fails_on_one_rank_leaves_kv_of_known_tokens_alone(tokenizer_pair, monkeypatch, whose):
+    """All take the drafts of the first rank, which are none where it is its own proposal that failed."""
+    prompts, params = toys.prompts(3), SamplingParams(max_tokens=20, **GREEDY)
+    expected = token_ids(generate(make_llm(tokenizer_pair, k=0), prompts, params))
+    llm = make_llm(tokenizer_pair, k=3, draft=tokenizer_pair.target, speculative={"numerics": "exact"})
+    engine, right = llm.engine, iter(range(100))
+    step = engine.speculative_step
+
+    def agree(drafts):
+        i = next(right)
+        if whose == "this rank's":
+            return [[5, 6] for _ in drafts] if i == 1 else drafts
+        return [[] for _ in drafts] if i == 1 else drafts
+
+    monkeypatch.setattr(step, "agree", agree)
+    honest, calls = step.drafter.propose, []
+
+    def propose(rows, sampling):
+        calls.append(None)
+        if whose == "this rank's" and len(calls) == 2:
+            raise Sabotage("propose")
+        return honest(rows, sampling)
+
+    monkeypatch.setattr(step.drafter, "propose", propose)
+    for i, prompt in enumerate(prompts):
+        engine.add_request(str(i), prompt["prompt_token_ids"], params)
+    outputs = {}
+    while engine.has_unfinished_requests:
+        outputs |= {output.request_id: output for output in engine.step()}
+        for sequence in engine.scheduler:
+            drafted = max(0, len(sequence.draft) - 1)
+            assert sequence.page_table.context_lens[DRAFT] <= sequence.num_tokens + drafted
+    assert token_ids([outputs[str(i)] for i in range(3)]) == expected
+    assert len(calls) > 3
+
+
 @pytest.mark.parametrize("method", ["score", "verify"])
 def test_a_pass_that_fails_for_one_request_is_its_own_failure(tokenizer_pair, monkeypatch, method):
     prompts, params = toys.prompts(5), SamplingParams(max_tokens=20, **GREEDY)
@@ -127,6 +165,57 @@ def test_a_pass_that_fails_for_one_request_is_its_own_failure(tokenizer_pair, mo
     again = token_ids(generate(llm, hundred, params))
     assert [ids for i, ids in enumerate(again[:5]) if i != 2] == expected
     assert again == again[:5] * 20
+
+
+@pytest.mark.parametrize("method", ["finish", "forget", "_make_room"])
+@pytest.mark.parametrize("behind", [False, True], ids=["before", "behind"])
+def test_who_is_coming_or_going_when_a_step_fails_comes_and_goes(tokenizer_pair, monkeypatch, method, behind):
+    prompts, params = toys.prompts(3, shortest=40), SamplingParams(max_tokens=5, **GREEDY)
+    expected = token_ids(generate(make_llm(tokenizer_pair, k=0), prompts, params))
+    llm = make_llm(tokenizer_pair, k=3, enable_prefix_caching=True)
+    assert token_ids(generate(llm, prompts, params)) == expected
+    owner = llm.engine.speculative_step.drafter if method == "forget" else llm.engine.scheduler
+    calls = fails_once(monkeypatch, owner, method, behind)
+    assert token_ids(generate(llm, prompts, params)) == expected
+    assert len(calls) > 1
+    assert llm.metrics.failed_steps == (method != "forget")
+    assert llm.engine.allocator.num_held == 0
+    assert not llm.engine.requests
+    llm.engine.check_integrity()
+
+
+def test_what_fails_in_every_prefill_is_raised_and_not_tried_for_ever(tokenizer_pair, monkeypatch):
+    """Its first chunk succeeds again each time."""
+    llm = make_llm(tokenizer_pair, k=0, max_num_batched_tokens=16)
+    honest = llm.engine.kv_layout.place
+
+    def place(entries):
+        if any(entry.context_len > 0 for entry in entries):
+            raise MemoryError("no more than a chunk")
+        honest(entries)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(llm.engine.kv_layout, "place", place)
+        with pytest.raises(RuntimeError, match="a step failed twice: MemoryError: no more than a chunk"):
+            llm.generate(toys.prompts(2, shortest=40), use_tqdm=False)
+    assert llm.engine.allocator.num_held == 0
+
+
+def test_two_failures_with_tokens_between_them_are_two_first_ones(tokenizer_pair, monkeypatch):
+    prompts, params = toys.prompts(3), SamplingParams(max_tokens=20, **GREEDY)
+    expected = token_ids(generate(make_llm(tokenizer_pair, k=0), prompts, params))
+    llm = make_llm(tokenizer_pair, k=0)
+    honest, calls = llm.engine.scheduler.schedule, []
+
+    def schedule():
+        calls.append(None)
+        if len(calls) in (4, 9):
+            raise Sabotage("schedule")
+        return honest()
+
+    monkeypatch.setattr(llm.engine.scheduler, "schedule", schedule)
+    assert token_ids(generate(llm, prompts, params)) == expected
+    assert llm.metrics.failed_steps == 2
 
 
 @pytest.mark.parametrize("method", ["schedule", "commit"])
@@ -166,18 +255,36 @@ def test_a_step_that_fails_twice_raises_and_the_third_one_is_right(tokenizer_pai
 
 
 def test_a_broken_invariant_is_raised_at_once(tokenizer_pair, monkeypatch):
-    llm = make_llm(tokenizer_pair, k=3)
+    llm = make_llm(tokenizer_pair, k=3, enable_prefix_caching=True)
 
     def broken(*_):
         raise IntegrityError("a block has two owners")
 
-    for method in ("score", "commit"):
+    step = llm.engine.speculative_step
+    for owner, method in (
+        (step, "score"), (step, "commit"), (step, "_emit"), (step.drafter, "propose"),
+        (llm.engine.prefix_cache, "publish"),
+    ):  # fmt: skip
         with monkeypatch.context() as patched:
-            patched.setattr(llm.engine.speculative_step, method, broken)
+            patched.setattr(type(owner), method, broken)
             with pytest.raises(IntegrityError, match="a block has two owners"):
                 llm.generate(toys.prompts(2), use_tqdm=False)
         assert llm.engine.allocator.num_held == 0
+    with monkeypatch.context() as patched:
+        patched.setattr(step, "score", lambda entries: broken() if len(entries) == 1 else [].pop())
+        with pytest.raises(IntegrityError, match="a block has two owners"):
+            llm.generate(toys.prompts(2), use_tqdm=False)
     generate(llm, toys.prompts(2), SamplingParams(max_tokens=4))
+
+
+def test_generate_ends_with_a_look_at_its_blocks_and_not_at_all_of_them(tokenizer_pair, monkeypatch):
+    llm = make_llm(tokenizer_pair, k=3)
+    with monkeypatch.context() as patched:
+        patched.setattr(BlockAllocator, "check_integrity", lambda *_: [].pop())
+        llm.generate(toys.prompts(2), SamplingParams(max_tokens=4), use_tqdm=False)
+    llm.engine.allocator.allocate()
+    with pytest.raises(IntegrityError, match="1 blocks are held, and no sequence is here to hold them"):
+        llm.generate(toys.prompts(2), SamplingParams(max_tokens=4))
 
 
 def test_an_interrupted_step_leaves_requests_that_go_on(tokenizer_pair, monkeypatch):

@@ -16,7 +16,7 @@ import torch
 
 from specpaged import LLM, SamplingParams
 from specpaged.drafting.draft import NO_DRAFT, Draft
-from specpaged.engine.sequence import Sequence, SequenceStatus
+from specpaged.engine.sequence import Sequence
 from specpaged.modeling.forward_output import HiddenStates, HiddenStatesRequest
 from specpaged.paging.page_table import DRAFT, TARGET
 from specpaged.sampling.noise import gumbel_noise
@@ -80,7 +80,7 @@ class Reader:
         self.num_forgotten[sequence] += 1
         self.kv.pop(sequence, None)
         states = self.read.pop(sequence, [])
-        if sequence.status is SequenceStatus.FINISHED:
+        if sequence.has_ended:
             self.ended[sequence] = states
 
     def check_hidden_states(self, llm):

@@ -60,3 +60,35 @@ def calls_by_name():
 def _is_named_call(call):
     called = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", None)
     return called in ("collective_rpc", "_collective_rpc") and isinstance(call.args[0], ast.Constant)
+
+
+# Of those the worker refuses, once it has started.
+REFUSED = frozenset(
+    [
+        "add_lora",
+        "checkpoint_prepare",
+        "checkpoint_restore",
+        "compute_weight_checksums",
+        "determine_available_memory",
+        "elastic_ep_execute",
+        "finish_weight_update",
+        "get_kv_cache_spec",
+        "handle_ft_command",
+        "init_device",
+        "init_weight_transfer_engine",
+        "initialize_from_config",
+        "load_model",
+        "pin_lora",
+        "profile",
+        "reinitialize_distributed",
+        "remove_lora",
+        "reset_weights",
+        "save_sharded_state",
+        "save_tensorized_model",
+        "start_draft_weight_update",
+        "start_weight_update",
+        "update_config",
+        "update_max_model_len",
+        "update_weights",
+    ]
+)

@@ -103,3 +103,16 @@ def test_a_request_that_has_no_token_ends_and_its_mates_do_not_notice(make_vllm,
     assert last == llm.get_tokenizer().eos_token_id
     generate(llm, GREEDY | {"max_tokens": 1})
     check_nothing_is_held(llm)
+
+
+def test_prompt_log_probabilities_that_fail_are_missing_and_nothing_else_is(make_vllm, monkeypatch):
+    """vLLM has the verified token already: the sequence has to have it, too."""
+    llm = make_vllm(3)
+    params = [vllm.SamplingParams(**GREEDY, prompt_logprobs=1), vllm.SamplingParams(**GREEDY)]
+    expected = llm.generate(PROMPTS[:2], params, use_tqdm=False)
+    monkeypatch.setattr("specpaged.engine.step.record_prompt_logprobs", lambda *_: [].pop())
+    outputs = llm.generate(PROMPTS[:2], params, use_tqdm=False)
+    assert token_ids(outputs) == token_ids(expected)
+    assert expected[0].prompt_logprobs is not None
+    assert outputs[0].prompt_logprobs == [None]
+    check_nothing_is_held(llm)

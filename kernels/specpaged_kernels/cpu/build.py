@@ -70,10 +70,13 @@ def load(source: Path) -> ctypes.CDLL:
     else:
         reason = "there is no home to keep it in"
     logger.warning("%s is built for this process alone, as %s; %s=FOLDER names another", source.stem, reason, CACHE)
-    with tempfile.TemporaryDirectory(prefix="specpaged-") as private:
-        built = Path(private) / name
-        _compile(command, source, built)
-        return _opened(built)  # which outlives its file
+    try:
+        with tempfile.TemporaryDirectory(prefix="specpaged-") as private:
+            built = Path(private) / name
+            _compile(command, source, built)
+            return _opened(built)  # which outlives its file
+    except OSError as error:
+        raise BuildError(f"there is no folder to build in: {error}") from None
 
 
 def _key(command: list[str], source: Path) -> str:
@@ -109,19 +112,19 @@ def _cached(cache: LibraryCache, command: list[str], source: Path, name: str) ->
 def _compile(command: list[str], source: Path, built: Path) -> None:
     """Builds, and loads what came of it in a process that may die of it."""
     _run(command, [str(source), "-o", str(built)], f"does not build {source.name}")
-    if sys.executable:
-        loads = [sys.executable, "-I", "-S", "-c", _LOADS, str(built)]
-        done = subprocess.run(loads, capture_output=True, text=True, check=False)
-        if done.returncode:
-            said = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
-            raise BuildError(f"what {_name(command)} builds of {source.name} cannot be loaded: {said[-1]}")
+    try:
+        done = _output([sys.executable, "-I", "-S", "-c", _LOADS, str(built)])
+    except OSError:
+        return  # an interpreter within a program has no file: there is nothing to test with
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
+        raise BuildError(f"what {_name(command)} builds of {source.name} cannot be loaded: {said[-1]}")
 
 
 def _run(command: list[str], arguments: list[str], failure: str) -> str:
     """What the compiler prints. Raises BuildError, with the first error that it names."""
-    whole, environment = [*command, *FLAGS, *arguments], {**os.environ, "LC_ALL": "C"}
     try:
-        done = subprocess.run(whole, capture_output=True, text=True, check=False, env=environment)
+        done = _output([*command, *FLAGS, *arguments])
     except OSError as error:
         raise BuildError(f"{_name(command)} {failure}: {error}") from None
     if done.returncode:
@@ -129,6 +132,14 @@ def _run(command: list[str], arguments: list[str], failure: str) -> str:
         error = errors[0].partition("error: ")[2] if errors else f"status {done.returncode}"
         raise BuildError(f"{_name(command)} {failure}: {error}")
     return done.stdout
+
+
+def _output(command: list[str]) -> subprocess.CompletedProcess[str]:
+    """What a command says, in English, whatever its bytes are. OSError if it cannot be started."""
+    environment = {**os.environ, "LC_ALL": "C"}
+    return subprocess.run(
+        command, capture_output=True, encoding="utf-8", errors="replace", check=False, env=environment
+    )
 
 
 def _name(command: list[str]) -> str:

@@ -7,9 +7,11 @@ import hashlib
 import os
 import stat
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+LONGEST_BUILD = 600.0  # seconds: what takes longer is stuck
 MOST_VERSIONS = 8  # of a library that are kept: other checkouts, compilers and processors of a shared home
 _DIGEST_SIZE = hashlib.sha256().digest_size
 
@@ -44,12 +46,26 @@ class LibraryCache:
 
     @contextlib.contextmanager
     def lock(self, stem: str) -> Iterator[None]:
-        """Held by one process at a time, for all versions of a library; gone with its holder, however that ends."""
+        """Held by one process at a time, for all versions of a library; gone with its holder, however that ends.
+
+        TimeoutError, which is an OSError, if nobody gives it away within LONGEST_BUILD seconds.
+        """
         import fcntl  # POSIX alone has it
 
-        with open(self.folder / f"{stem}.lock", "a") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+        handle = os.open(self.folder / f"{stem}.lock", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            deadline = time.monotonic() + LONGEST_BUILD
+            while True:
+                try:
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        raise TimeoutError(f"{stem} has been built by another process for {LONGEST_BUILD} s") from None
+                    time.sleep(0.05)
             yield
+        finally:
+            os.close(handle)
 
     def new_file(self, stem: str) -> Path:
         """An empty file to build into, under the lock. What a killed builder has left is removed first."""
@@ -90,11 +106,22 @@ def _check_is_ours(path: Path) -> None:
     """
     status = os.lstat(path)
     is_sticky_folder = stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX
-    # A group of the user's own, by the custom of most distributions, has the user's number.
-    others = stat.S_IWOTH | (0 if status.st_gid in (0, os.geteuid()) else stat.S_IWGRP)
+    others = stat.S_IWOTH | (stat.S_IWGRP if status.st_mode & stat.S_IWGRP and not _is_own_group(status.st_gid) else 0)
     if status.st_uid not in (0, os.geteuid()):
         raise PermissionError(f"{path.name!r} belongs to user {status.st_uid}")
     if stat.S_ISLNK(status.st_mode):
         raise PermissionError(f"{path.name!r} is a symbolic link")
     if status.st_mode & others and not is_sticky_folder:
         raise PermissionError(f"others may write {path.name!r}")
+
+
+def _is_own_group(group_id: int) -> bool:
+    """Whether this user is alone in a group, as by the custom of most distributions everybody has one of his name."""
+    import grp
+    import pwd
+
+    try:
+        group, user = grp.getgrgid(group_id), pwd.getpwuid(os.geteuid())
+    except KeyError:
+        return False
+    return group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}

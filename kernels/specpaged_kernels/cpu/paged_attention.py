@@ -11,6 +11,8 @@ from torch import Tensor
 
 from specpaged_kernels.cpu.library import INT, POINTER, SIZE, check_status, check_tensor, functions
 
+INT32_MAX = 2**31 - 1  # of what is multiplied by a block's number
+
 
 class Pass(ctypes.Structure):
     """The arguments that layers of one geometry share; the struct of the same name in the C++ file."""
@@ -66,9 +68,17 @@ def make_pass(
         check_tensor("context_lens", context_lens, (num_seqs,), torch.int32)
         check_tensor("cu_query_lens", cu_query_lens, (num_seqs + 1,), torch.int32)
         check_tensor("page_table", page_table, (num_seqs, page_table.shape[1]), torch.int32)
-    for name, value in (("block_size", block_size), ("num_kv_heads", num_kv_heads), ("head_dim", head_dim)):
-        if value < 1:
-            raise ValueError(f"{name}={value}; allowed: 1 or more")
+    block_stride = block_size if block_stride is None else block_stride
+    if (
+        min(block_size, block_stride, num_heads, num_kv_heads, head_dim) < 1
+        or max(block_size, block_stride) > INT32_MAX
+    ):
+        for name, value in (
+            ("block_size", block_size), ("block_stride", block_stride), ("num_heads", num_heads),
+            ("num_kv_heads", num_kv_heads), ("head_dim", head_dim),
+        ):  # fmt: skip
+            if not 1 <= value <= INT32_MAX:
+                raise ValueError(f"{name}={value}; allowed: 1 to {INT32_MAX}")
     if num_heads % num_kv_heads:
         raise ValueError(f"num_heads={num_heads}; allowed: a multiple of num_kv_heads={num_kv_heads}")
     if num_rows < num_tokens:
@@ -76,7 +86,7 @@ def make_pass(
     check_tensor("sinks", sinks, (num_heads,), torch.float32)
     return Pass(
         num_seqs, num_tokens, num_rows, block_size, num_heads, num_kv_heads, head_dim, torch.get_num_threads(),
-        num_slots, page_table.shape[1], page_table.stride(0), block_stride or block_size,
+        num_slots, page_table.shape[1], page_table.stride(0), block_stride,
         slot_mapping.data_ptr(), page_table.data_ptr(), cu_query_lens.data_ptr(), context_lens.data_ptr(),
         1 / math.sqrt(head_dim) if scaling is None else scaling, softcap or 0.0, window or 0,
         None if sinks is None else sinks.data_ptr(),
@@ -109,6 +119,7 @@ def paged_attention(
     """
     num_rows, num_heads, head_dim = query.shape
     num_slots, num_kv_heads = len(kv_pool), kv_pool.shape[2]
+    check_tensor("query", query, query.shape, query.dtype, contiguous=False)
     check_tensor("kv_pool", kv_pool, (num_slots, 2, num_kv_heads, head_dim), query.dtype)
     check_tensor("key", key, (num_rows, num_kv_heads, head_dim), query.dtype, contiguous=False)
     check_tensor("value", value, (num_rows, num_kv_heads, head_dim), query.dtype, contiguous=False)

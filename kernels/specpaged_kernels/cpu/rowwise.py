@@ -34,6 +34,7 @@ def rms_norm(
 ) -> Tensor:  # [M, H] dtype
     """What `rms_norm_ref` says."""
     num_rows, size = x.shape
+    check_tensor("x", x, (num_rows, size), x.dtype, contiguous=False)
     check_tensor("weight", weight, (size,), torch.float32)
     check_tensor("added", added, (num_rows, size), x.dtype)
     if x.stride(1) != 1:
@@ -64,11 +65,14 @@ def norm_and_rotate(
 ) -> None:
     """What `norm_and_rotate_ref` says, in place."""
     num_rows, heads, head_dim = qkv.shape
-    if num_heads > heads:
-        raise ValueError(f"num_heads={num_heads}; allowed: {heads} at most, those of qkv")
+    if not 0 <= num_heads <= heads:
+        raise ValueError(f"num_heads={num_heads}; allowed: 0 to {heads}, those of qkv")
+    check_tensor("qkv", qkv, (num_rows, heads, head_dim), qkv.dtype, contiguous=False)
     if qkv.stride()[1:] != (head_dim, 1):
         raise ValueError(f"qkv has strides {qkv.stride()}; allowed: heads and D contiguous")
     check_tensor("weight", weight, (num_heads, head_dim), torch.float32)
+    if (cosine is None) != (sine is None):
+        raise ValueError("cosine and sine must both be given, or none of them")
     if cosine is not None:
         check_tensor("cosine", cosine, (num_rows, min(cosine.shape[1], head_dim // 2)), torch.float32)
         check_tensor("sine", sine, cosine.shape, torch.float32)

@@ -193,6 +193,30 @@ def test_linear_refuses_what_it_could_not_read():
         linear(x.half(), weight.half(), None, 20)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "named"),
+    [
+        ("query", torch.empty(6, 0, 16), "num_heads=0"),
+        ("query", torch.empty(6, 4, 16, device="meta"), "query is on meta"),
+        ("block_size", 0, "block_size=0"),
+        ("block_size", 2**40, "block_size="),
+    ],
+    ids=str,
+)
+def test_attention_refuses_a_geometry_that_it_could_not_walk(name, value, named):
+    world = World([(6, 2), (3, 1)], 4, 2, 16, block_size=BLOCK_SIZE)
+    setattr(world, name, value)
+    with pytest.raises(ValueError, match=f"^{named}"):
+        world.attend()
+
+
+@pytest.mark.parametrize("block_stride", [0, -(2**40), 2**62 + 2**30])
+def test_attention_refuses_strides_that_lead_nowhere(block_stride):
+    world = World([(6, 2), (3, 1)], 4, 2, 16, block_size=BLOCK_SIZE)
+    with pytest.raises(ValueError, match=f"^block_stride={block_stride}; allowed: 1 to "):
+        world.attend(block_stride=block_stride)
+
+
 def test_row_wise_kernels_refuse_what_they_could_not_read():
     x = torch.randn(3, 8)
     with pytest.raises(ValueError, match=r"^weight is"):
@@ -201,8 +225,17 @@ def test_row_wise_kernels_refuse_what_they_could_not_read():
         rms_norm(x, torch.ones(8), 1e-6, added=torch.randn(2, 8))
     with pytest.raises(ValueError, match=r"^dtype must be one of"):
         rms_norm(x.half(), torch.ones(8), 1e-6)
+    with pytest.raises(ValueError, match=r"^x is on meta"):
+        rms_norm(torch.empty(3, 8, device="meta"), torch.ones(8), 1e-6)
     qkv = torch.randn(3, 4, 8)
-    with pytest.raises(ValueError, match=r"^num_heads=5; allowed: 4 at most"):
+    with pytest.raises(ValueError, match=r"^qkv is on meta"):
+        norm_and_rotate(torch.empty(3, 4, 8, device="meta"), 3, None, 1e-6, None, None)
+    with pytest.raises(ValueError, match=r"^num_heads=-1; allowed: 0 to 4"):
+        norm_and_rotate(qkv, -1, None, 1e-6, None, None)
+    for half in ((torch.ones(3, 4), None), (None, torch.ones(3, 4))):
+        with pytest.raises(ValueError, match=r"^cosine and sine must both be given"):
+            norm_and_rotate(qkv, 3, None, 1e-6, *half)
+    with pytest.raises(ValueError, match=r"^num_heads=5; allowed: 0 to 4"):
         norm_and_rotate(qkv, 5, None, 1e-6, None, None)
     with pytest.raises(ValueError, match=r"^cosine is"):
         norm_and_rotate(qkv, 3, None, 1e-6, torch.ones(3, 5), torch.ones(3, 5))

@@ -1,7 +1,9 @@
 """Libraries are built once, nobody else's is loaded, and a machine that cannot build them says why."""
 
+import grp
 import logging
 import os
+import pwd
 import shutil
 import signal
 import stat
@@ -146,14 +148,9 @@ def test_a_folder_that_others_could_write_is_done_without(whose, tmp_path, folde
         folder.chmod(0o777)
     elif whose == "its group may write it":
         folder.chmod(0o770)
-        status = os.lstat(folder)
-        others = os.stat_result([*status[:5], status.st_gid + 4242, *status[6:]])
-        honest = os.lstat
-        monkeypatch.setattr(
-            library_cache.os,
-            "lstat",
-            lambda path, **options: others if Path(path) == folder else honest(path, **options),
-        )
+        group = grp.getgrgid(os.lstat(folder).st_gid)
+        shared = grp.struct_group([group.gr_name, group.gr_passwd, group.gr_gid, ["somebody"]])
+        monkeypatch.setattr(grp, "getgrgid", {group.gr_gid: shared}.__getitem__)
     else:
         owned_by_another(monkeypatch, folder.name if whose == "the folder" else tmp_path.name)
     with caplog.at_level(logging.WARNING, "specpaged_kernels"):
@@ -161,6 +158,52 @@ def test_a_folder_that_others_could_write_is_done_without(whose, tmp_path, folde
     assert "answer is built for this process alone, as" in caplog.text
     assert num_built(lines) == 1
     assert not list(folder.iterdir())
+
+
+def test_a_group_of_the_users_own_may_write(tmp_path, folder, monkeypatch):
+    lines = compiler(tmp_path, monkeypatch)
+    path = source(tmp_path)
+    folder.mkdir(mode=0o700)
+    folder.chmod(0o770)
+    own = grp.struct_group([pwd.getpwuid(os.geteuid()).pw_name, "x", os.lstat(folder).st_gid, []])
+    monkeypatch.setattr(grp, "getgrgid", lambda _: own)
+    assert load(path).answer() == 42
+    assert len(libraries(folder)) == num_built(lines) == 1
+
+
+def test_a_builder_who_is_stuck_is_not_waited_for(tmp_path, folder, monkeypatch, caplog):
+    monkeypatch.setattr(library_cache, "LONGEST_BUILD", 0.2)
+    path = source(tmp_path)
+    with library_cache.LibraryCache(folder).lock("answer"), caplog.at_level(logging.WARNING, "specpaged_kernels"):
+        assert stat.S_IMODE((folder / "answer.lock").stat().st_mode) == 0o600
+        assert load(path).answer() == 42
+    assert "for this process alone, as" in caplog.text
+    assert "answer has been built by another process for 0.2 s" in caplog.text
+    assert not libraries(folder)
+
+
+def test_a_machine_without_a_folder_to_build_in_says_so(tmp_path, monkeypatch):
+    path = source(tmp_path)
+    monkeypatch.setenv("SPECPAGED_CACHE", str(path))  # a file
+    monkeypatch.setattr(build.tempfile, "TemporaryDirectory", lambda **_: os.chdir(tmp_path / "nowhere"))
+    load.cache_clear()
+    with pytest.raises(BuildError, match=r"there is no folder to build in: .*No such file"):
+        load(path)
+
+
+def test_an_interpreter_without_a_file_builds_without_a_test(tmp_path, folder, monkeypatch):
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "gone"))
+    assert load(source(tmp_path)).answer() == 42
+    assert len(libraries(folder)) == 1
+
+
+def test_a_compiler_whose_words_are_no_utf_8_is_quoted_all_the_same(tmp_path, folder, monkeypatch):
+    script = tmp_path / "compiler"
+    script.write_bytes(b"#!/bin/sh\nprintf 'x: error: \\351t\\351\\n' >&2\nexit 1\n")
+    script.chmod(0o700)
+    monkeypatch.setenv("CXX", str(script))
+    with pytest.raises(BuildError, match=r"compiler does not run: .t."):
+        load(source(tmp_path))
 
 
 def test_three_processes_at_once_build_it_once(tmp_path, folder, monkeypatch):
@@ -215,7 +258,7 @@ def test_a_compiler_may_have_arguments(tmp_path, folder, monkeypatch):
     path = source(tmp_path, 'extern "C" int answer() { return ANSWER; }\n')
     assert load(path).answer() == 44
     assert "-DTEXT=a b" in lines.read_text()
-    monkeypatch.setenv("CXX", os.environ["CXX"].replace("44", "45"))
+    monkeypatch.setenv("CXX", os.environ["CXX"].replace("ANSWER=44", "ANSWER=45"))
     load.cache_clear()
     assert load(path).answer() == 45
     monkeypatch.setenv("CXX", "g++ '")
