@@ -113,7 +113,9 @@ class Sequence:
         return self.status is SequenceStatus.FINISHED
 
     def fail(self, error: Exception) -> None:
-        """Ends with an error of its own, at the end of the step."""
+        """Ends with an error of its own, at the end of the step; the first one stands, should that come later."""
+        if self.error is not None:
+            return
         logger.error("request %r ends:", self.request_id, exc_info=error)
         self.error = f"request {self.request_id!r}: {type(error).__name__}: {error}"
 
@@ -125,7 +127,7 @@ class Sequence:
     def emit(self, token_ids: SequenceOf[int], logprobs: SequenceOf[Any] | None) -> int:
         """Append verified tokens up to and with the one that stops the sequence; how many were emitted."""
         num_emitted = 0
-        while num_emitted < len(token_ids) and self.finish_reason is None:
+        while num_emitted < len(token_ids) and not self.has_ended:
             self.append(token_ids[num_emitted])
             if self.stop_checker is not None:
                 self.finish_reason = self.stop_checker.append(token_ids[num_emitted])

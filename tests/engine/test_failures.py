@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from specpaged import SamplingParams
+from specpaged.engine.stop_checker import StopChecker
 from specpaged.paging.block_allocator import BlockAllocator, IntegrityError
 from specpaged.paging.page_table import DRAFT
 from tests import toys
@@ -182,6 +183,42 @@ def test_who_is_coming_or_going_when_a_step_fails_comes_and_goes(tokenizer_pair,
     assert llm.engine.allocator.num_held == 0
     assert not llm.engine.requests
     llm.engine.check_integrity()
+
+
+def test_the_first_error_of_a_request_stands_though_its_step_is_run_anew(tokenizer_pair, monkeypatch):
+    llm = make_llm(tokenizer_pair, k=3)
+    prompts, params = toys.prompts(3), SamplingParams(max_tokens=8, stop=["never"], **GREEDY)
+    expected = token_ids(generate(make_llm(tokenizer_pair, k=0), prompts, params))
+    honest, unreadable = StopChecker.append, []
+
+    def append(checker, token_id):
+        reason = honest(checker, token_id)
+        if reason and not unreadable:
+            unreadable.append(checker)
+            raise KeyError("a token that nobody knows")
+        return reason
+
+    monkeypatch.setattr(StopChecker, "append", append)
+    scheduler, reserve = llm.engine.scheduler, llm.engine.scheduler.reserve_drafts
+
+    def reserve_drafts(sequences):
+        if len(unreadable) == 1:
+            unreadable.append(None)
+            raise Sabotage("reserve")
+        return reserve(sequences)
+
+    monkeypatch.setattr(scheduler, "reserve_drafts", reserve_drafts)
+    outputs = generate(llm, prompts, params)
+    failed = [i for i, output in enumerate(outputs) if output.error]
+    assert [outputs[i].error for i in failed] == [f"request '{failed[0]}': KeyError: 'a token that nobody knows'"]
+    for output, (ids,) in zip(outputs, expected, strict=True):
+        assert output.outputs[0].token_ids == ids
+    assert llm.metrics.failed_steps == 1
+    llm.engine.add_request("late", prompts[0]["prompt_token_ids"], params)
+    (sequence,) = llm.engine.scheduler
+    for error in (KeyError("first"), MemoryError("second")):
+        sequence.fail(error)
+    assert [output.error for output in llm.engine.step()] == ["request 'late': KeyError: 'first'"]
 
 
 def test_what_fails_in_every_prefill_is_raised_and_not_tried_for_ever(tokenizer_pair, monkeypatch):
