@@ -18,24 +18,22 @@ class Recovery:
     """Each sequence has a step's tokens or does not, whatever fails in it; and who has lost KV computes it again.
 
     A context around a step. Where the step fails, tokens stay as they are, and all KV is computed anew from them; that
-    of the prefix cache is from steps before, and stays. A second failure before any token has come is raised.
+    of the prefix cache is from steps before, and stays. A second failure before any token has come is raised: a prefill
+    that fails in its second chunk succeeds in its first one every time.
     """
 
     def __init__(self, scheduler: Scheduler, step: SpeculativeStep):
         self.scheduler = scheduler
         self.step = step
-        self._failed_at: int | None = None  # tokens emitted before the last failure; None: more have come since
+        self._failed_at: int | None = None  # tokens emitted before a failure that was not raised
 
     def __enter__(self) -> None:
         """Nothing is to be done before a step."""
 
     def __exit__(self, _kind: type | None, error: BaseException | None, _traceback: object) -> bool:
-        metrics = self.step.metrics
         if error is None:
-            # Prefill alone is none: it is run again after every failure.
-            if self._failed_at != metrics.emitted_tokens or not len(self.scheduler):
-                self._failed_at = None
             return False
+        metrics = self.step.metrics
         for sequence in self.scheduler.preempt_all():
             self.step.forget(sequence)
         for sequence in self.scheduler:
