@@ -160,6 +160,15 @@ def test_a_folder_that_others_could_write_is_done_without(whose, tmp_path, folde
     assert not list(folder.iterdir())
 
 
+def test_a_library_is_on_the_disk_before_it_has_its_name_and_the_name_before_it_is_used(tmp_path, folder, monkeypatch):
+    done = []
+    for name in ("fsync", "replace"):
+        honest = getattr(os, name)
+        monkeypatch.setattr(library_cache.os, name, lambda *args, n=name, f=honest: done.append(n) or f(*args))
+    assert load(source(tmp_path)).answer() == 42
+    assert done == ["fsync", "replace", "fsync"]
+
+
 def test_a_group_of_the_users_own_may_write(tmp_path, folder, monkeypatch):
     lines = compiler(tmp_path, monkeypatch)
     path = source(tmp_path)
