@@ -15,7 +15,7 @@ VLLM ?= $(if $(filter Linux-x86_64,$(shell uname -sm | tr ' ' -)),install-vllm)
 TORCH_INDEX_URL ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org/whl/cpu)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: install install-vllm demo test lint format bench bench-rollback sanitize test-oldest clean
+.PHONY: install install-vllm demo test variants lint format bench bench-rollback sanitize test-oldest clean
 
 install: $(VENV)/.installed
 
@@ -37,6 +37,9 @@ demo: install
 
 test: install $(VLLM)
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+
+variants: install
+	SPECPAGED_ALL_VARIANTS=1 $(BIN)/python -m pytest tests/kernels/test_variants.py
 
 lint: install
 	$(BIN)/ruff check .

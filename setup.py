@@ -33,7 +33,10 @@ setup(
         "xformers": ["xformers>=0.0.35"],
         "vllm": ["vllm>=0.32,<0.34"],
         "bench": ["pytest-benchmark", "matplotlib", "psutil"],
-        "dev": ["pytest", "pytest-benchmark", "pytest-xdist", "hypothesis", "ruff", "matplotlib", "psutil"],
+        "dev": [
+            *("pytest", "pytest-benchmark", "pytest-timeout", "pytest-xdist"),
+            *("hypothesis", "matplotlib", "psutil", "ruff"),
+        ],
     },
     entry_points={
         "console_scripts": ["specpaged = specpaged.cli:app"],

@@ -6,13 +6,14 @@ No GPU is needed. Registers, stack (which spilling needs) and shared memory are 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -48,10 +49,24 @@ def all_variants() -> Iterator[Variant]:
 
 def name(variant: Variant) -> str:
     """The operation, its kernel, dtypes and constants."""
-    function = variant.kernel.fn
-    kinds = sorted({kind for kind in variant.types.values() if kind[1:] in ("fp16", "bf16", "fp32")})
     constants = " ".join(f"{key}={value}" for key, value in variant.constants.items() if key not in OPTIONS)
-    return f"{function.__module__.rpartition('.')[2]}.{function.__name__} {' '.join(kinds)} {constants}"
+    return f"{kind(variant)} {constants}"
+
+
+def kind(variant: Variant) -> str:
+    """The operation, its kernel and dtypes."""
+    function = variant.kernel.fn
+    dtypes = sorted({dtype for dtype in variant.types.values() if dtype[1:] in ("fp16", "bf16", "fp32")})
+    return f"{function.__module__.rpartition('.')[2]}.{function.__name__} {' '.join(dtypes)}"
+
+
+def some_variants(archs: Sequence[int]) -> Iterator[tuple[Variant, int]]:
+    """One of each kind for each architecture: the smallest for the first, the largest for the last."""
+    kinds: dict[str, list[Variant]] = {}
+    for variant in all_variants():
+        kinds.setdefault(kind(variant), []).append(variant)
+    for variants in kinds.values():
+        yield from ((variants[0 if arch == archs[0] else -1], arch) for arch in archs)
 
 
 @dataclass(frozen=True)
@@ -95,9 +110,9 @@ def _compile_named(named: tuple[str, int]) -> Compiled:
     return compile_variant(next(variant for variant in all_variants() if name(variant) == wanted), arch)
 
 
-def compile_all(variants: Sequence[Variant], archs: Sequence[int], jobs: int) -> Iterator[Compiled]:
-    """Each variant for each architecture, in `jobs` processes, as they are ready."""
-    named = [(name(variant), arch) for variant in variants for arch in archs]
+def compile_all(variants: Iterable[tuple[Variant, int]], jobs: int) -> Iterator[Compiled]:
+    """Each variant for its architecture, in `jobs` processes, as they are ready."""
+    named = [(name(variant), arch) for variant, arch in variants]
     with multiprocessing.get_context("spawn").Pool(jobs) as pool:
         yield from pool.imap_unordered(_compile_named, named)
 
@@ -107,14 +122,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--arch", type=int, action="append", help=f"sm_ARCH; default: {', '.join(map(str, ARCHS))}")
     parser.add_argument("--only", default="", help="variants whose name holds this")
+    parser.add_argument("--some", action="store_true", help="one variant of each kernel and dtype")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
     parser.add_argument("--json", action="store_true", help="one line instead of the table")
     arguments = parser.parse_args()
     if limits.interpreted():
         parser.error("TRITON_INTERPRET=1 is set; allowed: unset, as the interpreter compiles nothing")
-    variants = [variant for variant in all_variants() if arguments.only in name(variant)]
     archs = arguments.arch or ARCHS
-    progress = tqdm(compile_all(variants, archs, arguments.jobs), total=len(variants) * len(archs), unit="variant")
+    chosen = some_variants(archs) if arguments.some else itertools.product(all_variants(), archs)
+    variants = [(variant, arch) for variant, arch in chosen if arguments.only in name(variant)]
+    progress = tqdm(compile_all(variants, arguments.jobs), total=len(variants), unit="variant")
     compiled = sorted(progress, key=lambda entry: (entry.name, entry.arch))
     if arguments.json:
         print(json.dumps([asdict(entry) for entry in compiled]))

@@ -76,6 +76,7 @@ class SpecPagedModelRunner:
             scored = self._under_grammar(scored, scheduled, grammar)
         verified, num_nans = self._without_failures(scored, self.speculative_step.verify(scored))
         self.speculative_step.commit(scored, verified)
+        self._go_on(scored)
         newest = {e.sequence: ids for e, ids in zip(scored.sampling_entries, verified.token_ids, strict=True)}
 
         def reserve(sequences: SequenceOf[Sequence]) -> list[int]:
@@ -142,6 +143,14 @@ class SpecPagedModelRunner:
             )
             token_ids[i] = [*token_ids[i], token_id]
         return replace(verified, token_ids=token_ids, logprobs=logprobs), num_nans
+
+    def _go_on(self, scored: ScoredStep) -> None:
+        """Who cannot be given its prompt's log-probabilities goes on without: vLLM has its token, and awaits more."""
+        for entry in scored.entries:
+            sequence = entry.sequence
+            if sequence.error is not None:
+                sequence.error = sequence.prompt_logprobs = None
+                self.sequences.owes_prompt_logprobs.discard(sequence)
 
     def _output(self, scored: ScoredStep, verified: VerifyOutput, num_nans: dict[str, int]) -> ModelRunnerOutput:
         outputs, logprobs = iter(verified.token_ids), iter(verified.logprobs)

@@ -8,7 +8,7 @@ from tests.research.engines import check_attention_reads_the_tensor_that_is_real
 @pytest.fixture(scope="module")
 def expected(toy_pair):
     """Of plain decoding in the C++ kernels, one sequence at a time."""
-    return [token_ids for token_ids, _ in run(make_llm(toy_pair, "continuous", "truncate", k=0, max_num_seqs=1), 3)]
+    return [token_ids for token_ids, _ in run(make_llm(toy_pair, "continuous", "truncate", k=0, max_num_seqs=1), 2)]
 
 
 @pytest.mark.parametrize(
@@ -17,13 +17,11 @@ def expected(toy_pair):
 )
 def test_outputs_are_those_of_plain_decoding(toy_pair, expected, schedule, rollback):
     llm = make_llm(toy_pair, schedule, rollback, attention_backend="triton")
-    assert [token_ids for token_ids, _ in run(llm, 3)] == expected
+    assert [token_ids for token_ids, _ in run(llm, 2)] == expected
     assert llm.metrics.accepted_tokens > 0
     assert (llm.metrics.rollback_bytes > 0) == (rollback == "compact")
 
 
-@pytest.mark.parametrize("rollback", ["compact", "group"])
-def test_attention_reads_the_tensor_that_was_realigned(toy_pair, rollback):
-    check_attention_reads_the_tensor_that_is_realigned(
-        make_llm(toy_pair, "eqspec", rollback, attention_backend="triton")
-    )
+def test_attention_reads_the_tensor_that_was_realigned(toy_pair):
+    llm = make_llm(toy_pair, "eqspec", "group", attention_backend="triton")
+    check_attention_reads_the_tensor_that_is_realigned(llm)

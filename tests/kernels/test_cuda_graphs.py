@@ -126,9 +126,9 @@ def test_a_replayed_pass_computes_what_an_eager_one_does(model, vocab_size):
 
 
 def test_an_engine_on_replayed_passes_decodes_what_an_eager_one_does(toy_pair):
-    prompts = toys.prompts(2, seed=5, longest=12)
-    greedy = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
-    sampled = SamplingParams(temperature=0.8, seed=3, max_tokens=5, ignore_eos=True, logprobs=2)
+    prompts = toys.prompts(2, seed=5, longest=8)
+    greedy = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+    sampled = SamplingParams(temperature=0.8, seed=3, max_tokens=4, ignore_eos=True, logprobs=2)
 
     def outputs(backend: str, graphs: bool, wanted: list[SamplingParams]) -> list[list[int]]:
         llm = LLM(

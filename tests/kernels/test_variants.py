@@ -1,4 +1,7 @@
-"""Ahead-of-time compilation: the table of variants builds, fits into registers, and is all that the engine launches."""
+"""Ahead-of-time compilation: the table of variants builds, fits into registers, and is all that the engine launches.
+
+One variant of each kernel and dtype is compiled; with SPECPAGED_ALL_VARIANTS set (`make variants`), all are.
+"""
 
 import json
 import os
@@ -23,29 +26,34 @@ from specpaged_kernels.realign import realign
 from specpaged_kernels.rejection import reject
 from specpaged_kernels.rms_norm import rms_norm
 from specpaged_kernels.store_kv import store_kv
-from specpaged_kernels.variants import ARCHS, all_variants, name
+from specpaged_kernels.variants import ARCHS, all_variants, kind, name
 from tests import toys
 from tests.kernels.world import make_world
 
 KERNELS = Path(__file__).parents[2] / "kernels"
 ALIGNED = 16
+ALL = "SPECPAGED_ALL_VARIANTS" in os.environ
 
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
-    """Every variant for every architecture, in processes without the interpreter."""
+    """Variants, in processes without the interpreter."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": str(KERNELS), "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
-    command = [sys.executable, "-m", "specpaged_kernels.variants", "--json"]
+    command = [sys.executable, "-m", "specpaged_kernels.variants", "--json", *(() if ALL else ("--some",))]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr[-3000:]
     return json.loads(result.stdout)
 
 
-def test_every_variant_compiles_for_every_architecture(compiled):
-    expected = sorted((name(variant), arch) for variant in all_variants() for arch in ARCHS)
-    assert sorted((entry["name"], entry["arch"]) for entry in compiled) == expected
-    assert len(set(expected)) == len(expected)
+def test_every_kernel_compiles_for_every_architecture(compiled):
+    table = {(name(variant), arch): kind(variant) for variant in all_variants() for arch in ARCHS}
+    done = [(entry["name"], entry["arch"]) for entry in compiled]
+    assert len(set(done)) == len(done)
+    assert {(table[of], of[1]) for of in done} == {
+        (kind(variant), arch) for variant in all_variants() for arch in ARCHS
+    }
+    assert not ALL or set(done) == table.keys()
 
 
 def test_nothing_spills_but_products_in_float32(compiled):
@@ -57,7 +65,7 @@ def test_nothing_spills_but_products_in_float32(compiled):
         return operation in ("paged_attention", "linear", "lm_head") and not {"*fp16", "*bf16"} & set(name.split())
 
     others = [entry for entry in compiled if not is_float32_product(entry["name"])]
-    assert len(others) > 0.8 * len(compiled)
+    assert len(others) > 0.7 * len(compiled)
     # Older compilers than the one that the tiles were chosen with keep a few bytes on the stack.
     allowed = 0 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9) else 40
     assert [entry for entry in others if entry["stack_bytes"] > allowed] == []
