@@ -37,6 +37,12 @@ CONTROL_PLANE = [
     "specpaged.research.exspec",
     "specpaged.sampling_params",
     "specpaged.scheduling.continuous",
+    "specpaged.speculation.acceptance",
+    "specpaged.speculation.adaptive",
+    "specpaged.speculation.controller",
+    "specpaged.speculation.cost_model",
+    "specpaged.speculation.selection",
+    "specpaged.speculation.stop_rule",
     "specpaged.speculative_config",
 ]
 

@@ -1,0 +1,1 @@
+"""How much to draft and what to verify, decided from measured cost and acceptance (ints and floats only)."""

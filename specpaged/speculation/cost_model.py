@@ -1,0 +1,187 @@
+"""What a step takes on this machine: passes by rows and by KV tokens read, measured, and refined while running."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Mapping, Sequence
+from statistics import median
+
+_LEARNING_RATE = 0.05  # of a node: some twenty passes of one kind are believed
+_SURPRISING = 0.2  # in the logarithm: of a pass that departs by more, less is believed
+_NUM_RECENT = 31  # passes whose median says what all have in common
+_NUM_NEWEST = 5  # of them, whose median says how busy the machine is at this moment
+_MEDIAN_EVERY = 8  # passes
+_WAIT = 10
+_SHIFT = 0.05  # in the logarithm: a median beyond it is no noise
+_STALE = 16  # passes learned from before a table is made anew
+
+
+class PassSeconds:
+    """Seconds of one model's pass: between nodes by rows, linear; and so much for each KV token that a row reads.
+
+    Nodes are row counts, ascending from 1; beyond the last one the last two go on.
+
+    Raises:
+        ValueError: nodes that are no such table.
+    """
+
+    def __init__(self, num_rows: Sequence[int], seconds: Sequence[float], seconds_per_kv_token: float = 0.0):
+        if len(num_rows) < 2 or len(num_rows) != len(seconds):
+            raise ValueError(f"num_rows and seconds must be two or more alike, got {len(num_rows)} and {len(seconds)}")
+        if list(num_rows) != sorted(set(num_rows)) or num_rows[0] < 1:
+            raise ValueError(f"num_rows must ascend from 1 or more, got {list(num_rows)}")
+        if min(seconds) <= 0 or seconds_per_kv_token < 0:
+            raise ValueError(f"seconds must be positive, got {list(seconds)} and {seconds_per_kv_token} per KV token")
+        self.num_rows = list(num_rows)
+        self.seconds = list(seconds)
+        self.seconds_per_kv_token = seconds_per_kv_token
+        self._table: list[float] = []
+        self._num_learned = 0  # since the table was made
+
+    def of(self, num_rows: int, num_kv_tokens: float = 0.0) -> float:
+        """Seconds of a pass of so many rows, which read the KV of so many tokens each; 0 of one without rows."""
+        if num_rows <= 0:
+            return 0.0
+        i, weight = self._place(num_rows)
+        low, high = self.seconds[i], self.seconds[i + 1]
+        # Nodes that noise has turned round must not make a pass free.
+        seconds = max(low + weight * (high - low), 0.5 * min(low, high))
+        return seconds + num_rows * num_kv_tokens * self.seconds_per_kv_token
+
+    def table(self, most_rows: int) -> list[float]:
+        """`of` for 0, 1, ... at least `most_rows` rows without KV, as it was some passes ago."""
+        if len(self._table) <= most_rows or self._num_learned >= _STALE:
+            self._num_learned = 0
+            self._table = [self.of(n) for n in range(max(most_rows + 1, len(self._table)))]
+        return self._table
+
+    def learn(self, num_rows: int, surprise: float, share: float = 1.0) -> None:
+        """Move the nodes beside num_rows by a share of `surprise`, the logarithm of seen / expected."""
+        self._num_learned += 1
+        i, weight = self._place(num_rows)
+        weight = min(1.0, max(0.0, weight))
+        for node, of_node in ((i, 1.0 - weight), (i + 1, weight)):
+            self.seconds[node] *= math.exp(of_node * share * _believed(surprise))
+
+    def scale(self, factor: float) -> None:
+        """All passes take `factor` times as long as was thought."""
+        self.seconds = [factor * seconds for seconds in self.seconds]
+        self.seconds_per_kv_token *= factor
+        self._num_learned = _STALE
+
+    def _place(self, num_rows: int) -> tuple[int, float]:
+        """The node before, and how far towards the next one; above 1 beyond the last, below 0 before the first."""
+        i = min(max(bisect_right(self.num_rows, num_rows) - 1, 0), len(self.num_rows) - 2)
+        low, high = self.num_rows[i], self.num_rows[i + 1]
+        return i, (num_rows - low) / (high - low)
+
+
+class CostModel:
+    """The target's passes, the drafter's if a model drafts, and what a proposal and a step take besides, in seconds.
+
+    Decisions compare. A neighbour on the machine slows everything alike: what the target's last passes have in common
+    is a `drift`, which changes no comparison. What proposals, or the rest of a step, depart from that is learned: at
+    once, where most of the last ones show it; else slowly, and hardly from a single one that stands out.
+    """
+
+    def __init__(
+        self,
+        target: PassSeconds,
+        draft: PassSeconds | None = None,
+        seconds_per_proposal: float = 0.0,
+        seconds_per_step: float = 0.0,
+    ):
+        self.target = target
+        self.draft = draft
+        self.seconds_per_proposal = seconds_per_proposal
+        self.seconds_per_step = seconds_per_step
+        self._of_target, self._of_proposals, self._of_rest = _Surprises(), _Surprises(), _Surprises()
+
+    @property
+    def drift(self) -> float:
+        """The logarithm of how much slower everything is now than when it was probed."""
+        return self._of_target.median
+
+    def observe_target(self, num_rows: int, num_kv_tokens: float, seconds: float) -> None:
+        """A target pass over so many rows, which read so many tokens' KV each, has taken so long."""
+        if num_rows > 0 and seconds > 0:
+            surprise = math.log(seconds / self.target.of(num_rows, num_kv_tokens))
+            self._of_target.add(surprise)
+            self.target.learn(num_rows, surprise - self.drift)
+
+    def observe_proposal(self, rows_of_passes: Sequence[int], num_kv_tokens: float, seconds: float) -> None:
+        """A proposal of passes over so many rows each, which read so many tokens' KV each, has taken so long."""
+        draft = self.draft
+        of_passes = [0.0 if draft is None else draft.of(n, num_kv_tokens) for n in rows_of_passes]
+        expected = self.seconds_per_proposal + sum(of_passes)
+        if not (seconds > 0 and expected > 0):
+            return
+        surprise = math.log(seconds / expected) - self._of_target.newest
+        self._of_proposals.add(surprise)
+        factor = self._of_proposals.take_shift()
+        if factor != 1.0:
+            self.seconds_per_proposal *= factor
+            if draft is not None:
+                draft.scale(factor)
+            return
+        self.seconds_per_proposal *= math.exp(self.seconds_per_proposal / expected * _believed(surprise))
+        if draft is not None:
+            for num_rows, of_pass in zip(rows_of_passes, of_passes, strict=True):
+                if num_rows > 0:
+                    draft.learn(num_rows, surprise, of_pass / expected)
+
+    def observe_rest(self, seconds: float) -> None:
+        """A step has taken so long beside its passes; what is ten times as long as expected was a wait."""
+        if 0 < seconds < _WAIT * self.seconds_per_step:
+            surprise = math.log(seconds / self.seconds_per_step) - self._of_target.newest
+            self._of_rest.add(surprise)
+            self.seconds_per_step *= self._of_rest.take_shift()
+
+    def as_dict(self) -> dict:
+        """Plain data, as `of_dict` reads it."""
+        passes = {name: getattr(self, name) for name in ("target", "draft")}
+        return {
+            name: None if p is None else [p.num_rows, p.seconds, p.seconds_per_kv_token] for name, p in passes.items()
+        } | {"seconds_per_proposal": self.seconds_per_proposal, "seconds_per_step": self.seconds_per_step}
+
+    @classmethod
+    def of_dict(cls, values: Mapping) -> CostModel:
+        """The reverse of `as_dict`. ValueError, KeyError or TypeError if it is none."""
+        passes = [None if values[name] is None else PassSeconds(*values[name]) for name in ("target", "draft")]
+        return cls(*passes, float(values["seconds_per_proposal"]), float(values["seconds_per_step"]))
+
+
+class _Surprises:
+    """The logarithms of seen / expected of the last passes of one kind, and their median, as it was some passes ago."""
+
+    def __init__(self) -> None:
+        self._last: deque[float] = deque(maxlen=_NUM_RECENT)
+        self._num_seen = 0
+        self.median = 0.0
+
+    def add(self, surprise: float) -> None:
+        self._last.append(surprise)
+        self._num_seen += 1
+        if self._num_seen % _MEDIAN_EVERY == 1:
+            self.median = median(self._last)
+
+    @property
+    def newest(self) -> float:
+        """The median of the last few."""
+        return median(list(self._last)[-_NUM_NEWEST:]) if self._last else 0.0
+
+    def take_shift(self) -> float:
+        """The factor that most of the last passes show, which is expected from now on; 1 as long as there is none."""
+        if self._num_seen < _NUM_RECENT // 2 or abs(self.median) < _SHIFT:
+            return 1.0
+        factor = math.exp(self.median)
+        self._last.clear()
+        self._num_seen, self.median = 0, 0.0
+        return factor
+
+
+def _believed(surprise: float) -> float:
+    """What is learned of a surprise: the larger it is, the smaller the share (a Cauchy distribution's likelihood)."""
+    return _LEARNING_RATE * surprise / (1.0 + (surprise / _SURPRISING) ** 2)

@@ -1,0 +1,148 @@
+"""An engine on simulated time: passes take what a known cost model says, drafts stand with known probabilities."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from specpaged.speculation.acceptance import logit
+from specpaged.speculation.controller import Candidate, Controller, Plan
+from specpaged.speculation.cost_model import CostModel, PassSeconds
+
+NODES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
+PLAIN_SECONDS = 1e-3  # of a target pass that is bound by the weights' bytes
+
+
+def costs(draft: float | None) -> CostModel:
+    """Of a target that is bound by bytes up to ten rows, and a draft that takes `draft` of it; None: prompt lookup."""
+    seconds = [PLAIN_SECONDS * max(1.0, 0.4 + 0.06 * n) for n in NODES]
+    passes = None if draft is None else PassSeconds(NODES, [draft * s for s in seconds])
+    return CostModel(PassSeconds(NODES, seconds), passes, 0.05 * PLAIN_SECONDS, 0.1 * PLAIN_SECONDS)
+
+
+class Fixed:
+    """K drafts for everybody, all of which are verified."""
+
+    def __init__(self, k: int):
+        self.k = k
+
+    def plan(self, candidates):
+        return Plan([self.k] * len(candidates))
+
+    def select(self, candidates, evidence):
+        return [len(of_draft) for of_draft in evidence]
+
+    def __getattr__(self, name):
+        return lambda *_: None  # it learns nothing
+
+
+@dataclass
+class Simulation:
+    """`num_seqs` sequences that never end. `acceptance(i, num_tokens)` is sequence i's mean probability of a draft.
+
+    Drafts differ around that mean, and the drafter knows (`tells`), or all are alike.
+    """
+
+    controller: Controller
+    num_seqs: int
+    acceptance: Callable[[int, int], float]
+    draft: float | None = 0.15
+    tells: bool = True
+    seed: int = 0
+    most: int = 8
+    noise: Callable[[random.Random], float] = lambda rng: 1.0
+    seconds: float = 0.0
+    looking: float = 0.0  # seconds that went into looking back
+    num_draft_tokens: int = 0
+    num_verified: int = 0
+    num_tokens: list[int] = field(default_factory=list)
+
+    def __post_init__(self):
+        self.rng = random.Random(self.seed)
+        self.truth = costs(self.draft)
+        self.num_tokens = [0] * self.num_seqs
+        self.lag = [1] * self.num_seqs
+
+    def tokens_per_second(self, num_steps: int) -> float:
+        """Over so many steps more."""
+        tokens, seconds = sum(self.num_tokens), self.seconds
+        for _ in range(num_steps):
+            self.step()
+        return (sum(self.num_tokens) - tokens) / (self.seconds - seconds)
+
+    def probability(self, i: int) -> float:
+        mean = self.acceptance(i, self.num_tokens[i])
+        if not self.tells:
+            return mean
+        return min(max(self.rng.betavariate(mean * 1.5, (1 - mean) * 1.5), 1e-4), 1 - 1e-4)
+
+    def step(self) -> None:
+        controller, rng, num_seqs = self.controller, self.rng, self.num_seqs
+        candidates = [Candidate(i, self.most, self.lag[i], 100) for i in range(num_seqs)]
+        plan = controller.plan(candidates)
+        drafting = [i for i in range(num_seqs) if plan.num_draft_tokens[i]]
+        probabilities: list[list[float]] = [[] for _ in range(num_seqs)]
+        chances = [1.0] * len(drafting)
+        rows_of_passes: list[int] = []
+        for depth in range(max(plan.num_draft_tokens)):
+            rows = [row for row, i in enumerate(drafting) if plan.num_draft_tokens[i] > depth]
+            if depth and plan.stop_rule and not plan.stop_rule.goes_on([chances[row] for row in rows], rows):
+                break
+            for row in rows:
+                i = drafting[row]
+                probabilities[i].append(self.probability(i))
+                if plan.stop_rule is not None:
+                    chances[row] = plan.stop_rule.chance(chances[row], depth, logit(probabilities[i][-1]), row)
+            rows_of_passes.append(sum(self.lag[i] for i in drafting) if depth == 0 else len(rows))
+        evidence = [[logit(p) for p in of_draft] for of_draft in probabilities]
+        verified = controller.select(candidates, evidence)
+        if self.draft is not None:
+            self.propose(plan, rows_of_passes)
+        num_rows = num_seqs + sum(verified)
+        self.spend(self.truth.target.of(num_rows), lambda s: controller.observe_target(num_rows, 100, s))
+        self.spend(self.truth.seconds_per_step, controller.observe_rest)
+        for i, count in enumerate(verified):
+            outcomes = stands(rng, probabilities[i], count)
+            controller.observe_drafts(i, outcomes, evidence[i])
+            emitted = 1 + sum(outcomes[:count])
+            self.num_tokens[i] += emitted
+            self.lag[i] = 1 if i in drafting else 1 + emitted if i in plan.looks_back else self.lag[i] + emitted
+        self.num_draft_tokens += sum(map(len, probabilities))
+        self.num_verified += sum(verified)
+
+    def propose(self, plan: Plan, rows_of_passes: list[int]) -> None:
+        """Who looks back does so in the first pass."""
+        looked = sum(self.lag[i] for i in plan.looks_back)
+        if not rows_of_passes and not looked:
+            return
+        truth = self.truth
+        seconds = truth.seconds_per_proposal + sum(map(truth.draft.of, rows_of_passes))
+        rows = [looked + sum(rows_of_passes[:1]), *rows_of_passes[1:]]
+        with_looks = truth.seconds_per_proposal + sum(map(truth.draft.of, rows))
+        self.looking += with_looks - seconds * bool(rows_of_passes)
+        self.spend(with_looks, lambda s: self.controller.observe_proposal(rows, 100, s))
+        for i in plan.looks_back:
+            for _ in range(self.lag[i]):
+                self.controller.observe_drafts(i, [self.rng.random() < self.acceptance(i, self.num_tokens[i])])
+
+    def spend(self, seconds: float, observe: Callable[[float], None]) -> None:
+        seconds *= self.noise(self.rng)
+        self.seconds += seconds
+        observe(seconds)
+
+
+def stands(rng: random.Random, probabilities: Sequence[float], num_verified: int) -> list[bool]:
+    """Outcomes up to the first draft that falls; of what was not verified, the first one's alone."""
+    outcomes = []
+    for p in probabilities[: num_verified + 1]:
+        outcomes.append(rng.random() < p)
+        if not outcomes[-1]:
+            break
+    return outcomes
+
+
+def noisy(rng: random.Random) -> float:
+    """5 %, and one pass in ten three times as slow."""
+    return (3.0 if rng.random() < 0.1 else 1.0) * math.exp(rng.gauss(0, 0.05))

@@ -1,0 +1,95 @@
+"""The model of acceptance: calibrated online, quick to follow a request, and not fooled by what selection hides."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import pytest
+
+from specpaged.speculation.acceptance import AcceptanceModel, RequestAcceptance, logit, logits_of, sigmoid
+
+
+def drawn(rng, mean):
+    """A draft's probability to stand, as drafts differ: mean in the mean."""
+    return min(max(rng.betavariate(mean * 1.5, (1 - mean) * 1.5), 1e-4), 1 - 1e-4)
+
+
+def run(model, request, rng, mean, num_drafts, distort=lambda p: p):
+    """Single drafts, of whose probabilities the drafter has a distorted idea."""
+    for _ in range(num_drafts):
+        p = drawn(rng, mean)
+        model.observe(request, [rng.random() < p], [logit(distort(p))])
+
+
+def test_chances_fall_along_a_draft_and_none_is_left_behind_nan():
+    model, request = AcceptanceModel(), RequestAcceptance()
+    evidence = logits_of([-0.1, -2.0, 0.0, float("nan"), -0.1])
+    chances = model.chances_of(request, evidence)
+    assert all(0 <= after <= before <= 1 for before, after in itertools.pairwise(chances))
+    assert chances[2] > 0
+    assert chances[3:] == [0, 0]
+    assert model.chances(request, 3) == pytest.approx([0.6, 0.36, 0.216])
+    assert model.chances_of(request, logits_of([float("-inf")]))[0] < 0.01
+    model.observe(request, [True, True, True, False], evidence)
+    assert all(map(math.isfinite, [model.slope, model.spread, *model.intercepts]))
+
+
+@pytest.mark.parametrize("power", [0.5, 1.0, 2.0])
+def test_it_is_calibrated_whatever_the_drafter_believes(power):
+    """A drafter that is too sure of itself, or not sure enough: of drafts that are given 70 %, 70 % stand."""
+    rng = random.Random(5)
+    model, request = AcceptanceModel(), RequestAcceptance()
+    run(model, request, rng, 0.6, 20_000, distort=lambda p: p**power)
+    bins = [[] for _ in range(5)]
+    for _ in range(20_000):
+        p = drawn(rng, 0.6)
+        (chance,) = model.chances_of(request, [logit(p**power)])
+        bins[min(4, int(chance * 5))].append((chance, p))
+    for of_bin in bins:
+        said, true = (sum(values) / len(of_bin) for values in zip(*of_bin, strict=True))
+        assert said == pytest.approx(true, abs=0.06)
+
+
+def test_without_evidence_that_says_anything_there_is_no_spread():
+    rng = random.Random(6)
+    model, request, told = AcceptanceModel(), RequestAcceptance(), AcceptanceModel()
+    for _ in range(3000):
+        x = rng.gauss(0, 2)
+        model.observe(request, [rng.random() < 0.6], [x])
+        told.observe(request, [rng.random() < sigmoid(x)], [x])
+    assert model.spread < 0.6 < 1.5 < told.spread
+
+
+def test_a_request_remembers_its_last_fifteen_drafts():
+    model, request = AcceptanceModel(), RequestAcceptance()
+    model.observe(request, [True, False])
+    assert (request.num_seen, request.num_accepted) == pytest.approx((1.93, 0.93))
+    model.observe(request, [True] * 1000)
+    assert request.num_seen == pytest.approx(1 / 0.07)
+    assert request.num_accepted == pytest.approx(request.num_seen)
+
+
+def test_a_request_that_turns_is_followed_within_some_tens_of_drafts():
+    rng = random.Random(7)
+    model, requests = AcceptanceModel(), [RequestAcceptance() for _ in range(8)]
+    means = [0.9, 0.2] * 4
+    for _ in range(300):
+        for request, mean in zip(requests, means, strict=True):
+            run(model, request, rng, mean, 1)
+    first, second = requests[:2]
+    assert model.expected(first) > 0.75
+    assert model.expected(second) < 0.4
+    run(model, second, rng, 0.9, 30)
+    assert model.expected(second) > 0.65
+
+
+def test_requests_that_do_not_differ_are_not_told_apart():
+    rng = random.Random(8)
+    model, requests = AcceptanceModel(), [RequestAcceptance() for _ in range(8)]
+    for _ in range(800):
+        for request in requests:
+            run(model, request, rng, 0.5, 1)
+    assert model.share < 0.35
+    assert max(map(model.expected, requests)) - min(map(model.expected, requests)) < 0.25

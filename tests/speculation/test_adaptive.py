@@ -1,0 +1,132 @@
+"""The controller on simulated time: near the best fixed K wherever that lies, and never slower than no drafts."""
+
+from __future__ import annotations
+
+import pytest
+
+from specpaged.speculation.adaptive import LOOKING, AdaptiveController
+from specpaged.speculation.controller import Candidate
+from specpaged.speculation.cost_model import CostModel, PassSeconds
+from tests.speculation.simulation import Fixed, Simulation, costs, noisy
+
+STEPS = 600
+
+
+def simulate(draft, acceptance, num_seqs, **arguments):
+    controller = AdaptiveController(costs(draft))
+    return Simulation(controller, num_seqs, acceptance, draft, **arguments)
+
+
+def of_fixed(k, draft, acceptance, num_seqs, **arguments):
+    return Simulation(Fixed(k), num_seqs, acceptance, draft, **arguments).tokens_per_second(200)
+
+
+@pytest.mark.parametrize("tells", [True, False], ids=["telling drafter", "drafter that knows nothing"])
+@pytest.mark.parametrize("num_seqs", [1, 4, 16])
+@pytest.mark.parametrize("acceptance", [0.3, 0.6, 0.9])
+@pytest.mark.parametrize("draft", [0.05, 0.15, 0.4])
+def test_it_is_near_the_best_fixed_k_and_never_slower_than_none(draft, acceptance, num_seqs, tells):
+    simulation = simulate(draft, lambda i, n: acceptance, num_seqs, tells=tells)
+    speed = simulation.tokens_per_second(STEPS)
+    fixed = [of_fixed(k, draft, lambda i, n: acceptance, num_seqs, tells=tells) for k in (0, 1, 2, 3, 5, 8)]
+    assert speed >= 0.98 * fixed[0]
+    assert speed >= 0.93 * max(fixed)
+    assert simulation.looking <= (LOOKING + 0.004) * simulation.seconds  # and what a new request has in advance
+    assert simulation.num_verified <= simulation.num_draft_tokens
+
+
+@pytest.mark.parametrize("num_seqs", [4, 8])
+def test_in_a_mixed_batch_it_drafts_for_those_whose_drafts_stand(num_seqs):
+    def acceptance(i, n):
+        return 0.9 if i % 2 else 0.2
+
+    simulation = simulate(0.05, acceptance, num_seqs)
+    speed = simulation.tokens_per_second(STEPS)
+    fixed = [of_fixed(k, 0.05, acceptance, num_seqs) for k in (0, 1, 2, 3, 5, 8)]
+    assert speed >= 1.08 * max(fixed)
+    plan = simulation.controller.plan([Candidate(i, 8) for i in range(num_seqs)])
+    assert max(plan.num_draft_tokens[::2]) < min(plan.num_draft_tokens[1::2])
+
+
+@pytest.mark.parametrize(("before", "after"), [(0.2, 0.9), (0.9, 0.2)])
+def test_a_change_in_the_middle_of_an_output_is_followed_within_64_tokens(before, after):
+    change = 500
+    for num_seqs in (1, 4):
+        simulation = simulate(0.05, lambda i, n: before if n < change else after, num_seqs)
+        while min(simulation.num_tokens) < change + 64:
+            simulation.step()
+        steady = of_fixed(0, 0.05, lambda i, n: after, num_seqs)
+        fixed = [of_fixed(k, 0.05, lambda i, n: after, num_seqs) for k in (1, 2, 3, 5, 8)]
+        assert simulation.tokens_per_second(200) >= 0.93 * max(steady, *fixed)
+
+
+def test_noise_switches_nothing_on_and_off():
+    """Of a batch in which drafts do not pay, at no time does a slow pass make them seem to."""
+    simulation = simulate(0.4, lambda i, n: 0.3, 8, noise=noisy)
+    simulation.tokens_per_second(100)
+    drafted = simulation.num_draft_tokens
+    simulation.tokens_per_second(1000)
+    assert simulation.num_draft_tokens - drafted < 100
+
+
+def test_costs_that_were_probed_wrongly_are_found_out():
+    """A draft that was thought to cost a twentieth, and costs two fifths."""
+    simulation = simulate(0.4, lambda i, n: 0.3, 4)
+    simulation.controller = AdaptiveController(costs(0.05))
+    simulation.tokens_per_second(1000)
+    assert simulation.tokens_per_second(500) >= 0.97 * of_fixed(0, 0.4, lambda i, n: 0.3, 4)
+
+
+def test_where_no_draft_could_pay_nothing_is_looked_at():
+    simulation = simulate(0.9, lambda i, n: 0.99, 32)
+    simulation.tokens_per_second(300)
+    assert simulation.num_draft_tokens == 0
+    assert simulation.looking == 0
+
+
+def test_prompt_lookup_verifies_what_its_evidence_says():
+    """Proposals cost nothing: all are made, and those are verified that are likely enough."""
+    simulation = simulate(None, lambda i, n: 0.9 if i == 0 else 0.1, 16)
+    speed = simulation.tokens_per_second(STEPS)
+    assert speed >= 1.0 * of_fixed(0, None, lambda i, n: 0.1, 16)
+    assert simulation.num_verified < 0.3 * simulation.num_draft_tokens
+    assert simulation.num_tokens[0] > 1.3 * simulation.num_tokens[1]
+
+
+def test_without_evidence_counts_depend_on_what_was_verified_before_alone():
+    """As rejection sampling asks: what has just been drawn decides nothing."""
+    controller = AdaptiveController(costs(0.05), by_evidence=False)
+    candidates = [Candidate(i, 8) for i in range(2)]
+    plan = controller.plan(candidates)
+    assert plan.stop_rule is None
+    for evidence in ([[-5.0] * 3, [5.0] * 2], [[5.0] * 3, [-5.0] * 2]):
+        assert controller.select(candidates, evidence) == [3, 2]
+
+
+def test_who_ends_is_forgotten():
+    controller = AdaptiveController(costs(0.05))
+    controller.plan([Candidate(i, 8) for i in range(5)])
+    for i in range(5):
+        controller.forget(i)
+    assert controller.num_requests == 0
+
+
+def test_as_many_as_a_sequence_may_have_and_no_more():
+    controller = AdaptiveController(costs(0.01))
+    for _ in range(200):
+        controller.observe_drafts(0, [True] * 8, [3.0] * 8)
+    plan = controller.plan([Candidate(0, 3), Candidate(1, 0), Candidate(0, 8)])
+    assert plan.num_draft_tokens[0] <= 3
+    assert plan.num_draft_tokens[1] == 0
+    assert plan.num_draft_tokens[2] > 3
+
+
+def test_kv_that_is_read_counts():
+    """A long context makes rows dear: fewer are verified."""
+    target = PassSeconds([1, 64], [1e-3, 1.05e-3], seconds_per_kv_token=1e-7)
+    controller = AdaptiveController(CostModel(target, PassSeconds([1, 64], [1e-5, 2e-5]), 1e-6, 1e-6))
+    short, long = (
+        controller.plan([Candidate(i, 8, 1, context_len) for i in range(8)]).num_draft_tokens
+        for context_len in (10, 100_000)
+    )
+    assert sum(long) < sum(short)

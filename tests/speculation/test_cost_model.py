@@ -1,0 +1,102 @@
+"""The cost model: it finds what passes take under noise, and a slow machine changes none of its comparisons."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+
+import pytest
+
+from specpaged.speculation.cost_model import CostModel, PassSeconds
+
+NODES = [1, 2, 4, 8, 16, 32, 64]
+
+
+def known(scale=1.0):
+    """A pass that is bound by bytes up to some ten rows, and by arithmetic from there on."""
+    return [scale * max(1.0, 0.4 + 0.06 * n) for n in NODES]
+
+
+def test_between_nodes_it_is_linear_and_the_last_two_go_on():
+    passes = PassSeconds([1, 3, 5], [2.0, 4.0, 8.0], seconds_per_kv_token=0.5)
+    assert [passes.of(n) for n in (0, 1, 2, 3, 4, 5, 7)] == [0, 2, 3, 4, 6, 8, 12]
+    assert passes.of(2, num_kv_tokens=10) == 3 + 2 * 10 * 0.5
+    assert passes.table(7)[:6] == [0, 2, 3, 4, 6, 8]
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "seconds", "message"),
+    [
+        ([1], [1.0], "two or more alike"),
+        ([1, 2], [1.0], "two or more alike"),
+        ([2, 1], [1.0, 1.0], "must ascend"),
+        ([0, 1], [1.0, 1.0], "must ascend"),
+        ([1, 2], [1.0, 0.0], "must be positive"),
+    ],
+)
+def test_what_is_no_table_is_refused(num_rows, seconds, message):
+    with pytest.raises(ValueError, match=message):
+        PassSeconds(num_rows, seconds)
+
+
+def test_it_recovers_known_costs_from_noisy_passes():
+    """Probed wrongly by up to a half; noise of 5 %, one pass in ten three times as slow."""
+    rng = random.Random(1)
+    model = CostModel(
+        PassSeconds(NODES, [s * rng.uniform(0.7, 1.5) for s in known()]),
+        PassSeconds(NODES, [s * rng.uniform(0.7, 1.5) for s in known(0.1)]),
+        seconds_per_proposal=0.02,
+        seconds_per_step=0.05,
+    )
+    truth = {"target": PassSeconds(NODES, known()), "draft": PassSeconds(NODES, known(0.1))}
+
+    def noise():
+        return (3.0 if rng.random() < 0.1 else 1.0) * math.exp(rng.gauss(0, 0.05))
+
+    for _ in range(20_000):
+        n, depth = rng.choice([1, 2, 3, 6, 8, 12, 24, 48, 64]), rng.choice([1, 2, 5])
+        model.observe_target(n, 0, truth["target"].of(n) * noise())
+        model.observe_proposal([n] * depth, 0, (0.05 + depth * truth["draft"].of(n)) * noise())
+        model.observe_rest(0.1 * noise())
+    unit = model.target.of(1)
+    for n in (1, 3, 8, 24, 64):
+        assert model.target.of(n) / unit == pytest.approx(truth["target"].of(n), rel=0.08)
+        for depth in (1, 5):
+            proposal = model.seconds_per_proposal + depth * model.draft.of(n)
+            assert proposal / unit == pytest.approx(0.05 + depth * truth["draft"].of(n), rel=0.08)
+    assert model.seconds_per_step / unit == pytest.approx(0.1, rel=0.1)
+
+
+def test_a_neighbour_who_slows_everything_down_changes_no_comparison():
+    rng = random.Random(2)
+    model = CostModel(PassSeconds(NODES, known()), PassSeconds(NODES, known(0.1)), 0.01, 0.05)
+    target, proposal = model.target.of(6), 0.01 + 3 * model.draft.of(1)
+
+    def compared():
+        costs = [*map(model.target.of, NODES), *map(model.draft.of, NODES), model.seconds_per_step]
+        return [cost / costs[0] for cost in costs]
+
+    before = compared()
+    for i in range(3000):
+        busy = 5.0 if i // 500 % 2 else 1.0
+        model.observe_target(6, 0, busy * target * math.exp(rng.gauss(0, 0.05)))
+        model.observe_proposal([1, 1, 1], 0, busy * proposal * math.exp(rng.gauss(0, 0.05)))
+        model.observe_rest(busy * 0.05 * math.exp(rng.gauss(0, 0.05)))
+        assert max(abs(math.log(now / then)) for now, then in zip(compared(), before, strict=True)) < 0.12
+
+
+def test_long_waits_are_no_part_of_a_step():
+    model = CostModel(PassSeconds(NODES, known()), seconds_per_step=0.05)
+    for i in range(200):
+        model.observe_target(1, 0, known()[0])
+        model.observe_rest(30.0 if i % 2 else 0.05)
+    assert model.seconds_per_step == pytest.approx(0.05, rel=0.1)
+
+
+def test_it_is_the_same_behind_its_own_plain_data():
+    model = CostModel(PassSeconds(NODES, known(), 1e-7), PassSeconds([1, 2], [0.1, 0.2]), 0.01, 0.05)
+    again = CostModel.of_dict(json.loads(json.dumps(model.as_dict())))
+    assert again.as_dict() == model.as_dict()
+    assert again.target.of(7, 100) == model.target.of(7, 100)
+    assert CostModel.of_dict(CostModel(PassSeconds(NODES, known())).as_dict()).draft is None
