@@ -99,6 +99,12 @@ class EngineConfig:
         check_choice("schedule", self.schedule, SCHEDULES)
         check_choice("rollback", self.rollback, ROLLBACKS)
         check_bool("sort_by_length", self.sort_by_length)
+        is_for_studies = self.schedule != "continuous" or self.rollback != "truncate"
+        if is_for_studies and self.speculative_config is not None and self.speculative_config.is_adaptive:
+            raise ValueError(
+                "speculative_config['num_speculative_tokens']='auto' is for schedule='continuous' and "
+                f"rollback='truncate' alone; schedule={self.schedule!r}, rollback={self.rollback!r}"
+            )
         if self.schedule != "exspec":
             for name in ("window", "sort_by_length"):
                 if getattr(self, name):

@@ -13,6 +13,7 @@ from specpaged.chat import ChatRenderer, Conversation, conversations
 from specpaged.config import EMBEDDED_DRAFT, EMBEDDED_TARGET, EngineConfig
 from specpaged.drafting import get_drafter
 from specpaged.engine import kv_memory
+from specpaged.engine.cost_probe import get_planner
 from specpaged.engine.engine import Engine
 from specpaged.engine.kv_layout import KVLayout
 from specpaged.engine.report import StartupReport
@@ -65,7 +66,14 @@ class LLM:
         self.tokenizer = pair.tokenizer
         vocabulary = Vocabulary(pair.vocab_size, pair.eos_token_ids, pair.tokenizer)
         self.engine = Engine(
-            config, vocabulary, target, draft, drafter, scheduler_of(config), _kv_layout(config, caches)
+            config,
+            vocabulary,
+            target,
+            draft,
+            drafter,
+            scheduler_of(config),
+            _kv_layout(config, caches),
+            get_planner(config, target, draft, drafter),
         )
         self.report = StartupReport.of(config, target, draft)
         logger.info("%s", self.report)

@@ -9,6 +9,7 @@ from typing import Any
 from specpaged.checks import check_choice, check_int
 from specpaged.config import NUMERICS
 
+MAX_ADAPTIVE_DRAFT_TOKENS = 8  # that an adaptive drafter goes deep, where a user names no maximum
 METHODS = ("draft_model", "ngram")
 VERIFICATIONS = ("greedy", "coupled", "rejection")
 DEFAULT_PROMPT_LOOKUP = 5  # as in vLLM
@@ -30,14 +31,15 @@ class SpeculativeConfig:
     `method` "ngram" is prompt lookup: no model drafts, and the last `prompt_lookup_max` tokens, or fewer, down to
     `prompt_lookup_min`, are looked for in what came before (5 by default; one of them said alone serves for both).
     `numerics` is the draft's own: only the target decides tokens, so a fast draft costs nothing in exactness.
-    `num_speculative_tokens` is K at every batch size. `num_speculative_tokens_per_batch_size` holds [first, last, K]
-    ranges of the number of running sequences instead (vLLM's form); a batch size in no range gets K = 0. With neither,
-    `resolved` puts in the ranges of DEFAULT_NUM_SPECULATIVE_TOKENS for a device, as `LLM` does.
+    `num_speculative_tokens` is K at every batch size; with "auto" it is decided in every step, from measured cost and
+    acceptance. `num_speculative_tokens_per_batch_size` holds [first, last, K] ranges of the number of running sequences
+    instead (vLLM's form); a batch size in no range gets K = 0. With neither, `resolved` puts in the ranges of
+    DEFAULT_NUM_SPECULATIVE_TOKENS for a device, as `LLM` does.
     """
 
     model: str | None = None
     method: str = "draft_model"
-    num_speculative_tokens: int | None = None
+    num_speculative_tokens: int | str | None = None
     num_speculative_tokens_per_batch_size: Sequence[Sequence[int]] | None = None
     numerics: str = "fast"
     verification: str = "coupled"
@@ -49,7 +51,7 @@ class SpeculativeConfig:
         self._check_prompt_lookup()
         check_choice("speculative_config['numerics']", self.numerics, NUMERICS)
         check_choice("speculative_config['verification']", self.verification, VERIFICATIONS)
-        if self.num_speculative_tokens is not None:
+        if self.num_speculative_tokens not in (None, "auto"):
             check_int("speculative_config['num_speculative_tokens']", self.num_speculative_tokens, 0)
         _check_ranges(
             "speculative_config['num_speculative_tokens_per_batch_size']", self.num_speculative_tokens_per_batch_size
@@ -102,6 +104,11 @@ class SpeculativeConfig:
         return replace(self, num_speculative_tokens_per_batch_size=DEFAULT_NUM_SPECULATIVE_TOKENS[kind])
 
     @property
+    def is_adaptive(self) -> bool:
+        """Whether K is decided in every step."""
+        return self.num_speculative_tokens == "auto"
+
+    @property
     def _says_k(self) -> bool:
         return self.num_speculative_tokens is not None or self.num_speculative_tokens_per_batch_size is not None
 
@@ -110,8 +117,13 @@ class SpeculativeConfig:
             raise ValueError("speculative_config says no K: use SpeculativeConfig.resolved(device), as LLM does")
 
     def num_draft_tokens(self, batch_size: int) -> int:
-        """K for a step of `batch_size` running sequences. ValueError if the configuration is not resolved."""
+        """K for a step of `batch_size` running sequences: the largest one, where it is decided in every step.
+
+        ValueError if the configuration is not resolved.
+        """
         self._check_says_k()
+        if self.is_adaptive:
+            return MAX_ADAPTIVE_DRAFT_TOKENS
         if self.num_speculative_tokens_per_batch_size is None:
             return self.num_speculative_tokens
         for first, last, k in self.num_speculative_tokens_per_batch_size:
@@ -123,6 +135,8 @@ class SpeculativeConfig:
     def max_draft_tokens(self) -> int:
         """The largest K that any batch size can ask for. ValueError if the configuration is not resolved."""
         self._check_says_k()
+        if self.is_adaptive:
+            return MAX_ADAPTIVE_DRAFT_TOKENS
         if self.num_speculative_tokens_per_batch_size is None:
             return self.num_speculative_tokens
         return max((k for _, _, k in self.num_speculative_tokens_per_batch_size), default=0)

@@ -11,6 +11,7 @@ from torch import Tensor
 from specpaged.drafting.draft import Draft
 from specpaged.modeling.forward_output import HiddenStates, HiddenStatesRequest
 from specpaged.sampling.batch import SamplingBatch
+from specpaged.speculation.stop_rule import StopRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +22,8 @@ class DraftRow:
 
     `token_ids` are the known tokens, in order, that the drafter has not seen (KV missing in its pool from
     `context_len` on); `blocks` covers them and `num_draft_tokens - 1` slots more. With `num_draft_tokens` = 0
-    the drafter only catches up; otherwise `request_idx` is the sequence's index in the sampling batch.
+    the drafter only catches up; otherwise `request_idx` is the sequence's index in the sampling batch. With
+    `looks_back` it has one, too, and the drafter says what it would have drafted behind each of `token_ids`.
 
     A drafter that reads the target gets the hidden states of the known tokens that the target has just run, in every
     step that the sequence goes on from, whether or not it drafts or has tokens to catch up with: of those at positions
@@ -41,6 +43,7 @@ class DraftRow:
     request_idx: int
     hidden_states: HiddenStates | None = None
     hidden_position: int = 0
+    looks_back: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +63,17 @@ class Drafter(Protocol):
     """Proposes tokens; never decides any."""
 
     hidden_states: HiddenStatesRequest | None  # what it reads of the target
+    looks_back: bool  # whether it can say what it would have drafted
 
-    def propose(self, rows: Sequence[DraftRow], sampling: SamplingBatch) -> list[Draft]:
+    def propose(
+        self, rows: Sequence[DraftRow], sampling: SamplingBatch, stop_rule: StopRule | None = None
+    ) -> list[Draft]:
         """A draft for each sequence of `sampling`, in its order, by the rows that name them in `request_idx`.
 
-        Each has as many tokens as its row asks for, or fewer, or none. The drafter's KV of all rows is brought up to
-        date: afterwards its pool holds KV for `token_ids` of every row, then for the draft's tokens but the last.
+        Each has as many tokens as its row asks for, or fewer, or none; with a `stop_rule`, whose rows are those that
+        draft, in order, none goes deeper than it says. Of a row that looks back it has a token for each of `token_ids`.
+        The drafter's KV of all rows is brought up to date: afterwards its pool holds KV for `token_ids` of every row,
+        then for the draft's tokens but the last.
         """
         ...
 

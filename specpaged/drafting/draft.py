@@ -14,13 +14,15 @@ if TYPE_CHECKING:
 class Draft:
     """Draft tokens that wait to be verified.
 
-    `logprobs` are the drafter's own log-probabilities of its tokens, None where it has none (prompt lookup); `probs`
-    are the distributions that they were drawn from, which rejection sampling asks for alone.
+    `logprobs` are the drafter's own log-probabilities of its tokens, None where it has none: of prompt lookup,
+    `num_matched` is the length of what was found. `probs` are the distributions that the tokens were drawn from, which
+    rejection sampling asks for alone.
     """
 
     token_ids: Sequence[int] = ()
     logprobs: Sequence[float] | None = None
     probs: Tensor | None = None  # [K, V] float32, processed
+    num_matched: int = 0
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -35,6 +37,7 @@ class Draft:
             self.token_ids[:num_tokens],
             None if self.logprobs is None else self.logprobs[:num_tokens],
             None if self.probs is None else self.probs[:num_tokens],
+            self.num_matched,
         )
 
 

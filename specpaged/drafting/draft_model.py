@@ -10,12 +10,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from specpaged.drafting.base import DraftRow
-from specpaged.drafting.draft import Draft
+from specpaged.drafting.draft import NO_DRAFT, Draft
 from specpaged.drafting.draft_steps import DraftSteps
 from specpaged.modeling.forward_output import DraftedTokens
 from specpaged.modeling.model_runner import ModelRunner
-from specpaged.modeling.ragged_batch import RaggedBatch, RaggedRow, pack
+from specpaged.modeling.ragged_batch import RaggedBatch, RaggedRow, pack, upload
 from specpaged.sampling.batch import SamplingBatch
+from specpaged.speculation.stop_rule import StopRule
 
 
 class DraftModelDrafter:
@@ -29,6 +30,7 @@ class DraftModelDrafter:
     """
 
     hidden_states = None  # it reads tokens alone
+    looks_back = True
 
     def __init__(self, runner: ModelRunner, vocab_size: int, max_num_batched_tokens: int, with_probs: bool):
         self.runner = runner
@@ -37,18 +39,29 @@ class DraftModelDrafter:
         self.with_probs = with_probs
 
     @override
-    def propose(self, rows: Sequence[DraftRow], sampling: SamplingBatch) -> list[Draft]:
+    def propose(
+        self, rows: Sequence[DraftRow], sampling: SamplingBatch, stop_rule: StopRule | None = None
+    ) -> list[Draft]:
         drafting = [row for row in rows if row.num_draft_tokens > 0]
-        passes = [self._packed(chunk) for chunk in self._chunks(rows)]
+        looking = [row for row in rows if row.looks_back]
+        others = [row for row in rows if row.num_draft_tokens == 0 and not row.looks_back]
+        passes = [self._packed(chunk) for chunk in self._chunks([*drafting, *looking, *others])]
+        drafts = [NO_DRAFT] * len(sampling.requests)
         if not drafting:
-            for batch in passes:
-                self.runner.forward(batch)
-            return []
+            argmax = [self._argmax(batch) for batch in passes]
+            return self._looked_back(drafts, looking, argmax)
         cache = self.runner.kv_cache
         steps = DraftSteps(drafting, cache.block_size, self.runner.model.device, cache.block_stride)
         if sampling.takes_argmax:
-            return steps.drafts(self._greedy(passes, steps))
-        return self._sample(passes, steps, sampling)
+            drafted = self._greedy(passes, steps)
+            looked = drafted[0].token_ids[len(drafting) :]
+            drafted[0] = DraftedTokens(*(values[: len(drafting)] for values in drafted[0]))
+            steps.drafts(drafted, drafts)
+        else:
+            logits = torch.cat([self._logits(batch) for batch in passes])
+            looked = logits[len(drafting) :].argmax(dim=-1)
+            self._sample(logits[: len(drafting)], steps, sampling, drafts)
+        return self._looked_back(drafts, looking, [looked])
 
     @override
     def forget(self, sequence: Hashable) -> None:
@@ -56,13 +69,14 @@ class DraftModelDrafter:
 
     def _greedy(self, passes: Sequence[RaggedBatch], steps: DraftSteps) -> list[DraftedTokens]:
         """The tokens of each step. Nothing is asked of the host between the passes."""
+        first_rows = len(steps.request_idx[0])
         if len(passes) > 1:  # rows of the first step are in several of them
             first_of_passes = [self.runner.greedy_steps([batch], [None], self.vocab_size)[0] for batch in passes]
             first = DraftedTokens(*map(torch.cat, zip(*first_of_passes, strict=True)))
             if len(steps) == 1:
                 return [first]
             source_idx = steps.source_idx[1]
-            first_ids = first.token_ids
+            first_ids = first.token_ids[:first_rows]
             batches = [steps.batch(1, first_ids if source_idx is None else first_ids.index_select(0, source_idx))]
             drafted, next_step = [first], 2
         else:
@@ -70,10 +84,12 @@ class DraftModelDrafter:
         # A batch's own tokens are those of the pass before it.
         batches += [steps.batch(step, batches[0].token_ids) for step in range(next_step, len(steps))]
         source_idx = [None, *steps.source_idx[next_step:]]
+        if next_step == 1 < len(source_idx) and source_idx[1] is None and passes[0].logits_idx.numel() > first_rows:
+            source_idx[1] = upload(torch.arange(first_rows), self.runner.model.device)  # not of those who look back
         return drafted + self.runner.greedy_steps(batches, source_idx, self.vocab_size)
 
-    def _sample(self, passes: Sequence[RaggedBatch], steps: DraftSteps, sampling: SamplingBatch) -> list[Draft]:
-        logits = torch.cat([self._logits(batch) for batch in passes])
+    def _sample(self, logits: Tensor, steps: DraftSteps, sampling: SamplingBatch, drafts: list[Draft]) -> None:
+        """Put in the drafts of a proposal whose first step has these logits [rows, V]."""
         sampling.draw_noise(steps.request_idx)
         token_ids: list[list[int]] = [[] for _ in sampling.requests]  # drafts so far, where processing looks at them
         probs: list[list[Tensor]] = [[] for _ in sampling.requests]
@@ -93,10 +109,22 @@ class DraftModelDrafter:
             if self.with_probs:
                 for i, row_probs in zip(request_idx, sampling.probs(processed).unbind(), strict=True):
                     probs[i].append(row_probs)
-        drafts = steps.drafts(drafted)
-        if not self.with_probs:
-            return drafts
-        return [replace(draft, probs=torch.stack(of_draft)) for draft, of_draft in zip(drafts, probs, strict=True)]
+        steps.drafts(drafted, drafts)
+        if self.with_probs:
+            for i in steps.request_idx[0]:
+                drafts[i] = replace(drafts[i], probs=torch.stack(probs[i]))
+
+    def _looked_back(self, drafts: list[Draft], looking: Sequence[DraftRow], argmax: Sequence[Tensor]) -> list[Draft]:
+        """The drafts with what the rows that look back would have drafted: the argmax of each of their tokens."""
+        if looking:
+            token_ids = iter(torch.cat(list(argmax)).tolist())
+            for row in looking:
+                drafts[row.request_idx] = Draft([next(token_ids) for _ in row.token_ids])
+        return drafts
+
+    def _argmax(self, batch: RaggedBatch) -> Tensor:
+        """[M] int64"""
+        return self.runner.forward(batch, argmax_of=self.vocab_size).argmax.token_ids
 
     def _logits(self, batch: RaggedBatch) -> Tensor:
         """[M, V]"""
@@ -118,6 +146,8 @@ class DraftModelDrafter:
                     budget = self.max_num_batched_tokens
                 end = min(num_tokens, start + budget)
                 num_logits = int(end == num_tokens and row.num_draft_tokens > 0)
+                if row.looks_back:
+                    num_logits = end - start
                 chunks[-1].append(RaggedRow(row.token_ids[start:end], row.context_len + start, row.blocks, num_logits))
                 budget -= end - start
                 start = end

@@ -10,6 +10,7 @@ from typing_extensions import override
 from specpaged.drafting.base import DraftRow
 from specpaged.drafting.draft import NO_DRAFT, Draft
 from specpaged.sampling.batch import SamplingBatch
+from specpaged.speculation.stop_rule import StopRule
 
 
 class NgramDrafter:
@@ -20,19 +21,22 @@ class NgramDrafter:
     """
 
     hidden_states = None
+    looks_back = False
 
     def __init__(self, prompt_lookup_min: int, prompt_lookup_max: int):
         self.prompt_lookup_min = prompt_lookup_min
         self.prompt_lookup_max = prompt_lookup_max
 
-    def propose(self, rows: Sequence[DraftRow], sampling: SamplingBatch) -> list[Draft]:
+    def propose(
+        self, rows: Sequence[DraftRow], sampling: SamplingBatch, stop_rule: StopRule | None = None
+    ) -> list[Draft]:
         """Of a row only `request_idx` and `num_draft_tokens` are read."""
         drafts = [NO_DRAFT] * len(sampling.requests)
         for row in rows:
             request = sampling.requests[row.request_idx]
             known = [*request.prompt_token_ids, *request.output_token_ids]
-            token_ids = lookup(known, self.prompt_lookup_min, self.prompt_lookup_max, row.num_draft_tokens)
-            drafts[row.request_idx] = Draft(token_ids)
+            token_ids, num_matched = lookup(known, self.prompt_lookup_min, self.prompt_lookup_max, row.num_draft_tokens)
+            drafts[row.request_idx] = Draft(token_ids, num_matched=num_matched)
         return drafts
 
     @override
@@ -40,8 +44,8 @@ class NgramDrafter:
         pass  # nothing is kept
 
 
-def lookup(token_ids: Sequence[int], shortest: int, longest: int, count: int) -> list[int]:
-    """`count` tokens that followed the last n of token_ids the last time they stood there, or none.
+def lookup(token_ids: Sequence[int], shortest: int, longest: int, count: int) -> tuple[list[int], int]:
+    """`count` tokens that followed the last n of token_ids the last time they stood there, and n; or none, and 0.
 
     n is the largest in shortest .. longest that occurs before. Where the match reaches up to the end, it goes on with
     what it has found: what repeats, repeats. For n = 2:
@@ -59,5 +63,5 @@ def lookup(token_ids: Sequence[int], shortest: int, longest: int, count: int) ->
         if place >= 0:
             start = place // width + n
             period = len(token_ids) - start
-            return [token_ids[start + i % period] for i in range(count)]
-    return []
+            return [token_ids[start + i % period] for i in range(count)], n
+    return [], 0

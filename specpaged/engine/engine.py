@@ -11,6 +11,7 @@ import torch
 
 from specpaged.config import EngineConfig
 from specpaged.drafting.base import Drafter
+from specpaged.engine.draft_planner import DraftPlanner
 from specpaged.engine.kv_layout import KVLayout
 from specpaged.engine.recovery import Recovery, score_and_verify
 from specpaged.engine.request import Request, validate_request
@@ -35,7 +36,7 @@ class Engine:
 
     Blocks belong to this engine's allocator; models, drafter and verifier get page tables, lengths and tokens
     as values. `config.max_model_len` is resolved (an int). `scheduler` makes the scheduler, of ContinuousScheduler's
-    arguments; `kv_layout` is how sequences hold KV.
+    arguments; `kv_layout` is how sequences hold KV; `planner` decides K where the configuration does not.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Engine:
         drafter: Drafter | None,
         scheduler: Callable[..., Scheduler],
         kv_layout: KVLayout,
+        planner: DraftPlanner | None = None,
     ):
         self.config = config
         self.vocabulary = vocabulary
@@ -80,6 +82,7 @@ class Engine:
             vocabulary.size,
             EngineMetrics(),
             publishes=self.prefix_cache is not None,
+            planner=planner,
             limit=lambda verified: self.kv_layout.limit(verified),
         )
         self.recovery = Recovery(self.scheduler, self.speculative_step)

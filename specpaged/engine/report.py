@@ -30,6 +30,8 @@ def _drafting(config: SpeculativeConfig | None) -> str | None:
 
 
 def _num_draft_tokens(config: SpeculativeConfig) -> str:
+    if config.is_adaptive:
+        return f"up to {config.max_draft_tokens}, decided in every step"
     ranges = config.num_speculative_tokens_per_batch_size
     if ranges is None:
         return str(config.num_speculative_tokens)

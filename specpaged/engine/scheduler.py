@@ -83,8 +83,11 @@ class Scheduler(Protocol):
         """Take the KV of all that run, who wait then, oldest first; who they are."""
         ...
 
-    def reserve_drafts(self, sequences: SequenceOf[Sequence]) -> list[int]:
-        """How many draft tokens to make for sequences that have just been committed; slots for them are reserved."""
+    def reserve_drafts(self, sequences: SequenceOf[Sequence], wanted: SequenceOf[int] | None = None) -> list[int]:
+        """How many draft tokens to make for sequences that have just been committed; slots for them are reserved.
+
+        No more than are `wanted` of each; None: as many as the configuration says for the number of running sequences.
+        """
         ...
 
     def check_integrity(self) -> None:

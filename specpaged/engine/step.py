@@ -14,10 +14,11 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from specpaged.drafting.base import Drafter, DraftOutput, DraftRow
+from specpaged.drafting.base import Drafter, DraftOutput
 from specpaged.drafting.draft import NO_DRAFT
-from specpaged.engine.draft_row import draft_row
+from specpaged.engine.draft_planner import DraftPlanner
 from specpaged.engine.prompt_logprobs import record_prompt_logprobs
+from specpaged.engine.proposal import Reserve, propose
 from specpaged.engine.scheduler import ScheduledSequence
 from specpaged.engine.sequence import Sequence
 from specpaged.engine.target_pass import TargetPass, run_target
@@ -25,7 +26,7 @@ from specpaged.metrics import EngineMetrics
 from specpaged.modeling.forward_output import Argmax, HiddenStates
 from specpaged.modeling.model_runner import ModelRunner
 from specpaged.paging.block_allocator import IntegrityError
-from specpaged.paging.page_table import DRAFT, TARGET, PageTable
+from specpaged.paging.page_table import TARGET
 from specpaged.sampling import get_sampling_batch
 from specpaged.sampling.batch import Noise, SamplingBatch
 from specpaged.sampling.request import SamplingRequest
@@ -58,8 +59,9 @@ class SpeculativeStep:
     The four calls come in their order; sequences change in `commit` and `propose` alone. `follows_target` says that the
     drafter's KV is to be as long as the target's behind every step, as blocks are shared by a host who does not ask;
     else it is left behind by sequences that do not draft, and catches up when they do. `publishes` says that a prompt's
-    KV may be shared even if its sequence ends in the step that prefills it. `agree` makes ranks that verify together
-    take one rank's drafts.
+    KV may be shared even if its sequence ends in the step that prefills it. `planner` decides how much is drafted and
+    verified; without one it is as much as the host reserves. `agree` makes ranks that verify together take one rank's
+    drafts.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class SpeculativeStep:
         *,
         follows_target: bool = False,
         publishes: bool = False,
+        planner: DraftPlanner | None = None,
         limit: Callable[[VerifyOutput], VerifyOutput] | None = None,
         agree: Callable[[list[list[int]]], list[list[int]]] | None = None,
     ):
@@ -81,11 +84,12 @@ class SpeculativeStep:
         self.metrics = metrics
         self.follows_target = follows_target
         self.publishes = publishes
+        self.planner = planner
         self.limit = limit  # of a rollback method that does not keep all that is verified
         self.agree = agree
         self.verifier = get_verifier(verification, target.model.backend)
         self._sampling_batch = get_sampling_batch(target.model.backend)
-        self._noise: Noise = {}  # what the last proposal drew, for the step that verifies it
+        self.noise: Noise = {}  # what the last proposal drew, for the step that verifies it
 
     def score(self, entries: SequenceOf[ScheduledSequence], takes_argmax: bool = True) -> ScoredStep:
         """Run the target over known tokens and drafts, packed.
@@ -93,12 +97,17 @@ class SpeculativeStep:
         Where every token that the step decides is its row's most likely one, and nobody asks for more, logits are never
         made; not so without `takes_argmax`, for a host who changes them.
         """
+        if self.planner is not None:
+            self.planner.begin()
         with self.metrics.stage("score"):
             sampled = [entry for entry in entries if entry.samples]
             sampling = self.sampling([entry.sequence.sampling_request for entry in sampled])
             argmax = takes_argmax and sampling.takes_argmax and not sampling.wants_logprobs
             drafts = DraftOutput.of([entry.draft for entry in sampled])
-            return ScoredStep(entries, drafts, sampling, *self._run_target(entries, argmax))
+            target_pass = self._run_target(entries, argmax)
+        if self.planner is not None:
+            self.planner.scored(entries)
+        return ScoredStep(entries, drafts, sampling, *target_pass)
 
     def verify(self, scored: ScoredStep) -> VerifyOutput:
         """Decide which drafts stand, and the token that follows them.
@@ -150,61 +159,21 @@ class SpeculativeStep:
                 logger.warning("request %r drafts no more: NaN beside its drafts", sequence.request_id)
             self._roll_back(rollbacks)
 
-    def propose(self, scored: ScoredStep, reserve: Callable[[SequenceOf[Sequence]], list[int]]) -> None:
-        """Draft what the sequences' next steps may verify.
-
-        `reserve` says how many tokens of each that goes on, and has slots for them in its page table.
-        """
+    def propose(self, scored: ScoredStep, reserve: Reserve) -> None:
+        """Draft what the sequences' next steps may verify."""
         if self.drafter is None:
             return
+        before = self.metrics.seconds["propose"]
         with self.metrics.stage("propose"):
-            rows: list[DraftRow] = []
-            tables: list[PageTable] = []  # of the rows
-            drafting: list[Sequence] = []
-            going_on = [e.sequence for e in scored.entries if e.samples and not e.sequence.has_ended]
-            num_draft_tokens = dict(zip(going_on, reserve(going_on), strict=True))
-            for entry in scored.entries:
-                k = num_draft_tokens.get(entry.sequence, 0)
-                hidden = scored.hidden_states.get(entry.sequence)
-                row = draft_row(entry, k, len(drafting), hidden, self.publishes, self.follows_target)
-                if row is not None:
-                    rows.append(row)
-                    tables.append(entry.sequence.page_table)
-                if k > 0:
-                    drafting.append(entry.sequence)
-            if not rows:
-                self._noise = {}
-                return
-            self._noise = scored.sampling.noise  # of which some is for tokens that are to be decided anew
-            sampling = self.sampling([sequence.sampling_request for sequence in drafting])
-            has_drafted = True
-            try:
-                drafts = self.drafter.propose(rows, sampling)
-            except IntegrityError:
-                raise
-            except Exception:  # whatever is drafted, outputs are the same: nobody ends for it
-                self.metrics.failed_proposals += 1
-                logger.warning("a proposal of %d sequences failed; they have no drafts:", len(rows), exc_info=True)
-                has_drafted, drafts = False, [NO_DRAFT] * len(drafting)
-                for row in rows:
-                    self.forget(row.sequence)
-            num_run = [len(draft) for draft in drafts]
-            if self.agree is not None and drafts:
-                agreed = self.agree([list(draft.token_ids) for draft in drafts])
-                drafts = [replace(draft, token_ids=ids) for draft, ids in zip(drafts, agreed, strict=True)]
-            for row, table in zip(rows, tables, strict=True):
-                if row.token_ids and has_drafted:
-                    i, num_drafted = row.request_idx, 0
-                    if row.num_draft_tokens > 0:
-                        num_drafted = min(num_run[i], len(drafts[i]))
-                    table.advance(DRAFT, len(row.token_ids) + max(0, num_drafted - 1))
-            for sequence, draft in zip(drafting, drafts, strict=True):
-                sequence.draft = draft
-            self._noise = sampling.noise
+            self.noise = propose(self, scored, reserve)
+        if self.planner is not None:
+            self.planner.end(self.metrics.seconds["propose"] - before)
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence has ended, or given up its KV."""
         sequence.draft = NO_DRAFT
+        if self.planner is not None:
+            self.planner.forget(sequence)
         try:
             if self.drafter is not None:
                 self.drafter.forget(sequence)
@@ -213,7 +182,7 @@ class SpeculativeStep:
 
     def sampling(self, requests: SequenceOf[SamplingRequest]) -> SamplingBatch:
         """The requests as a batch whose tokens are to be decided; it meets the noise that their drafts have met."""
-        return self._sampling_batch(requests, self.vocab_size, self.target.model.device, self._noise)
+        return self._sampling_batch(requests, self.vocab_size, self.target.model.device, self.noise)
 
     def check_integrity(self) -> None:
         """IntegrityError where the tensors of a pool are not as its layout has them."""
@@ -262,6 +231,8 @@ class SpeculativeStep:
         if k:
             sequence.metrics.record_draft(k, num_accepted)
             self.metrics.record_draft(k, num_accepted)
+        if self.planner is not None:
+            self.planner.committed(sequence, token_ids)
         num_emitted = sequence.emit(token_ids, logprobs)
         self.metrics.emitted_tokens += num_emitted
         return min(num_accepted, num_emitted)

@@ -115,16 +115,18 @@ class ContinuousScheduler:
             sequence.page_table.free()  # of who was just about to be admitted
         return self._preempted
 
-    def reserve_drafts(self, sequences: SequenceOf[Sequence]) -> list[int]:
+    def reserve_drafts(self, sequences: SequenceOf[Sequence], wanted: SequenceOf[int] | None = None) -> list[int]:
         """How many draft tokens to make for sequences that have just been committed, with slots for them reserved.
 
-        No more than could be emitted, than the next step's token budget has room for beside a token of everybody, and
-        than free blocks hold.
+        No more than are `wanted`, or the configuration says, than could be emitted, than the next step's token budget
+        has room for beside a token of everybody, and than free blocks hold.
         """
         batch_size = min(self.max_num_seqs, len(self) - sum(sequence.has_ended for sequence in self.running))
         most, budget = self._num_draft_tokens(batch_size), self.max_num_batched_tokens - batch_size
         counts = []
-        for sequence in sequences:
+        for i, sequence in enumerate(sequences):
+            if wanted is not None:
+                most = wanted[i]
             k = min(most, sequence.max_draft_tokens, self._num_useful_draft_tokens(sequence), budget)
             counts.append(self._reserve_draft(sequence, k) if k > 0 else 0)
             budget -= counts[-1]

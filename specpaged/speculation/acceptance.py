@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 MOST_POSITIONS = 16  # that have an intercept of their own; later drafts share the last one
 _FORGETTING = 0.93  # of what a request's older drafts have shown: the last fifteen or so count
+_FORGETTING_OF_ALL = 0.998
 _PRIOR_DRAFTS = 2.0  # that a new request is taken to have seen, with the outcomes of all others
 _LEARNING_RATE = 0.05
 _SHARE_RATE = 0.02
@@ -17,16 +18,12 @@ _MOST_LOGIT = 6.0  # certainty is never believed
 class RequestAcceptance:
     """What the drafts of one request have shown: an average that forgets."""
 
-    __slots__ = ("num_accepted", "num_seen")
+    __slots__ = ("lead", "num_accepted", "num_seen")
 
     def __init__(self) -> None:
         self.num_seen = 0.0  # drafts of which all before have stood, older ones for less
         self.num_accepted = 0.0
-
-    def observe(self, stood: bool) -> None:
-        """A draft stood, or fell."""
-        self.num_seen = self.num_seen * _FORGETTING + 1.0
-        self.num_accepted = self.num_accepted * _FORGETTING + stood
+        self.lead = 0.0  # how far that lies above the average of all requests, in logits, as of the last outcome
 
 
 class AcceptanceModel:
@@ -47,6 +44,7 @@ class AcceptanceModel:
         self.num_seen = 10.0
         self.num_accepted = 10.0 * prior
         self.num_outcomes = 0
+        self._mean_logit = logit(prior)
 
     @property
     def mean(self) -> float:
@@ -60,7 +58,7 @@ class AcceptanceModel:
 
     def expected(self, request: RequestAcceptance, surplus: float = 0.0) -> float:
         """The probability of a request's next draft, whatever it will be; `surplus` logits more."""
-        return sigmoid(logit(self.mean) + self.share * self.lead(request) + surplus)
+        return sigmoid(self._mean_logit + self.share * request.lead + surplus)
 
     def chances(self, request: RequestAcceptance, num_tokens: int, surplus: float = 0.0) -> list[float]:
         """[num_tokens]: that so many drafts that are still to be made stand."""
@@ -70,9 +68,11 @@ class AcceptanceModel:
     def chances_of(self, request: RequestAcceptance, evidence: Sequence[float]) -> list[float]:
         """[len(evidence)]: that drafts with this evidence stand, each with all before it. NaN never stands."""
         chance, chances = 1.0, []
-        offset = self.request_weight * self.lead(request)
+        slope, intercepts = self.slope, self.intercepts
+        offset = self.request_weight * request.lead
         for j, x in enumerate(evidence):
-            chance *= sigmoid(self.slope * x + self._intercept(j) + offset) if x == x else 0.0
+            value = slope * x + intercepts[j if j < MOST_POSITIONS else -1] + offset
+            chance *= 1.0 / (1.0 + math.exp(-value)) if x == x else 0.0
             chances.append(chance)
         return chances
 
@@ -84,33 +84,34 @@ class AcceptanceModel:
         What was drafted and not verified has an outcome, too, where all before it stood: the target's own token.
         """
         self.num_outcomes += len(outcomes)
+        lead = request.lead
+        expected = self._mean_logit + self.share * lead
+        chance = sigmoid(expected)
+        errors = 0.0
         for j, stood in enumerate(outcomes):
-            lead = self.lead(request)
-            expected = logit(self.mean) + self.share * lead
-            error = stood - sigmoid(expected)
-            self.share = min(1.2, max(0.0, self.share + _SHARE_RATE * error * lead))
+            errors += stood - chance
             if evidence is not None and evidence[j] == evidence[j]:
                 self._learn(evidence[j], j, lead, stood, expected)
-            request.observe(stood)
-            self.num_seen = self.num_seen * 0.998 + 1.0
-            self.num_accepted = self.num_accepted * 0.998 + stood
-
-    def lead(self, request: RequestAcceptance) -> float:
-        """How far the request's average lies above that of all, in logits."""
+            request.num_seen = request.num_seen * _FORGETTING + 1.0
+            request.num_accepted = request.num_accepted * _FORGETTING + stood
+            self.num_seen = self.num_seen * _FORGETTING_OF_ALL + 1.0
+            self.num_accepted = self.num_accepted * _FORGETTING_OF_ALL + stood
+        self.share = min(1.2, max(0.0, self.share + _SHARE_RATE * errors * lead))
         mean = self.mean
+        self._mean_logit = logit(mean)
         own = (request.num_accepted + _PRIOR_DRAFTS * mean) / (request.num_seen + _PRIOR_DRAFTS)
-        return logit(own) - logit(mean)
-
-    def _intercept(self, j: int) -> float:
-        return self.intercepts[min(j, MOST_POSITIONS - 1)]
+        request.lead = logit(own) - self._mean_logit
 
     def _learn(self, x: float, j: int, lead: float, stood: bool, expected: float) -> None:
-        value = self.slope * x + self._intercept(j) + self.request_weight * lead
+        j = min(j, MOST_POSITIONS - 1)
+        value = self.slope * x + self.intercepts[j] + self.request_weight * lead
         self.variance += _SPREAD_RATE * ((value - expected) ** 2 - self.variance)
-        error = stood - sigmoid(value)
-        self.slope = min(3.0, max(0.0, self.slope + _LEARNING_RATE * error * x / _MOST_LOGIT))
-        self.intercepts[min(j, MOST_POSITIONS - 1)] += _LEARNING_RATE * error
-        self.request_weight = min(2.0, max(0.0, self.request_weight + _LEARNING_RATE * error * lead / _MOST_LOGIT))
+        error = _LEARNING_RATE * (stood - 1.0 / (1.0 + math.exp(-value)))
+        self.intercepts[j] += error
+        slope = self.slope + error * x / _MOST_LOGIT
+        self.slope = slope if 0.0 < slope < 3.0 else min(3.0, max(0.0, slope))
+        weight = self.request_weight + error * lead / _MOST_LOGIT
+        self.request_weight = weight if 0.0 < weight < 2.0 else min(2.0, max(0.0, weight))
 
 
 def sigmoid(x: float) -> float:

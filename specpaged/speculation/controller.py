@@ -6,6 +6,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from specpaged.speculation.cost_model import PassShape
 from specpaged.speculation.stop_rule import StopRule
 
 
@@ -49,12 +50,12 @@ class Controller(Protocol):
         """Drafts of a sequence, first to last, have stood or fallen; none behind one that fell."""
         ...
 
-    def observe_target(self, num_rows: int, num_kv_tokens: float, seconds: float) -> None:
-        """A target pass over so many rows, which read so many tokens' KV each, has taken so long."""
+    def observe_target(self, shape: PassShape, seconds: float) -> None:
+        """A target pass has taken so long."""
         ...
 
-    def observe_proposal(self, rows_of_passes: Sequence[int], num_kv_tokens: float, seconds: float) -> None:
-        """A proposal of passes over so many rows each has taken so long."""
+    def observe_proposal(self, passes: Sequence[PassShape], seconds: float) -> None:
+        """A proposal of such passes has taken so long."""
         ...
 
     def observe_rest(self, seconds: float) -> None:

@@ -7,6 +7,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Mapping, Sequence
 from statistics import median
+from typing import NamedTuple
 
 _LEARNING_RATE = 0.05  # of a node: some twenty passes of one kind are believed
 _SURPRISING = 0.2  # in the logarithm: of a pass that departs by more, less is believed
@@ -18,43 +19,69 @@ _SHIFT = 0.05  # in the logarithm: a median beyond it is no noise
 _STALE = 16  # passes learned from before a table is made anew
 
 
-class PassSeconds:
-    """Seconds of one model's pass: between nodes by rows, linear; and so much for each KV token that a row reads.
+class PassShape(NamedTuple):
+    """What a pass runs: so many rows of so many sequences, whose KV has so many tokens in the mean."""
 
-    Nodes are row counts, ascending from 1; beyond the last one the last two go on.
+    num_rows: int
+    num_seqs: int
+    context_len: float = 0.0
+
+
+class PassSeconds:
+    """Seconds of one model's pass: of n rows of B sequences with C tokens of KV each
+
+        f(n) + B * per_sequence + C * (B * per_kv_token + n * per_row_and_kv_token)
+
+    as a sequence's KV is read once, and each of its rows attends to all of it. f is linear between nodes, which are row
+    counts, ascending from 1; beyond the last one the last two go on.
 
     Raises:
         ValueError: nodes that are no such table.
     """
 
-    def __init__(self, num_rows: Sequence[int], seconds: Sequence[float], seconds_per_kv_token: float = 0.0):
+    def __init__(
+        self,
+        num_rows: Sequence[int],
+        seconds: Sequence[float],
+        per_sequence: float = 0.0,
+        per_kv_token: float = 0.0,
+        per_row_and_kv_token: float = 0.0,
+    ):
         if len(num_rows) < 2 or len(num_rows) != len(seconds):
             raise ValueError(f"num_rows and seconds must be two or more alike, got {len(num_rows)} and {len(seconds)}")
         if list(num_rows) != sorted(set(num_rows)) or num_rows[0] < 1:
             raise ValueError(f"num_rows must ascend from 1 or more, got {list(num_rows)}")
-        if min(seconds) <= 0 or seconds_per_kv_token < 0:
-            raise ValueError(f"seconds must be positive, got {list(seconds)} and {seconds_per_kv_token} per KV token")
+        if min(*seconds) <= 0 or min(per_sequence, per_kv_token, per_row_and_kv_token) < 0:
+            others = (per_sequence, per_kv_token, per_row_and_kv_token)
+            raise ValueError(f"seconds must be positive, got {list(seconds)}, and {others} besides")
         self.num_rows = list(num_rows)
         self.seconds = list(seconds)
-        self.seconds_per_kv_token = seconds_per_kv_token
+        self.per_sequence = per_sequence
+        self.per_kv_token = per_kv_token
+        self.per_row_and_kv_token = per_row_and_kv_token
         self._table: list[float] = []
         self._num_learned = 0  # since the table was made
 
-    def of(self, num_rows: int, num_kv_tokens: float = 0.0) -> float:
-        """Seconds of a pass of so many rows, which read the KV of so many tokens each; 0 of one without rows."""
+    def of(self, shape: PassShape) -> float:
+        """Seconds of a pass; 0 of one without rows."""
+        num_rows, num_seqs, context_len = shape
         if num_rows <= 0:
             return 0.0
+        of_sequence = self.per_sequence + context_len * self.per_kv_token
+        return self.of_rows(num_rows) + num_seqs * of_sequence + num_rows * context_len * self.per_row_and_kv_token
+
+    def of_rows(self, num_rows: int) -> float:
+        """f(n), for one row or more."""
         i, weight = self._place(num_rows)
         low, high = self.seconds[i], self.seconds[i + 1]
         # Nodes that noise has turned round must not make a pass free.
-        seconds = max(low + weight * (high - low), 0.5 * min(low, high))
-        return seconds + num_rows * num_kv_tokens * self.seconds_per_kv_token
+        return max(low + weight * (high - low), 0.5 * min(low, high))
 
     def table(self, most_rows: int) -> list[float]:
-        """`of` for 0, 1, ... at least `most_rows` rows without KV, as it was some passes ago."""
+        """f of 0 (which is 0), 1, ... at least `most_rows` rows, as it was some passes ago."""
         if len(self._table) <= most_rows or self._num_learned >= _STALE:
             self._num_learned = 0
-            self._table = [self.of(n) for n in range(max(most_rows + 1, len(self._table)))]
+            self._table = [0.0] + [self.of_rows(n) for n in range(1, max(most_rows + 1, len(self._table)))]
         return self._table
 
     def learn(self, num_rows: int, surprise: float, share: float = 1.0) -> None:
@@ -68,8 +95,15 @@ class PassSeconds:
     def scale(self, factor: float) -> None:
         """All passes take `factor` times as long as was thought."""
         self.seconds = [factor * seconds for seconds in self.seconds]
-        self.seconds_per_kv_token *= factor
+        self.per_sequence *= factor
+        self.per_kv_token *= factor
+        self.per_row_and_kv_token *= factor
         self._num_learned = _STALE
+
+    def as_list(self) -> list:
+        """The arguments that make another one like it."""
+        others = (self.per_sequence, self.per_kv_token, self.per_row_and_kv_token)
+        return [self.num_rows, self.seconds, *others]
 
     def _place(self, num_rows: int) -> tuple[int, float]:
         """The node before, and how far towards the next one; above 1 beyond the last, below 0 before the first."""
@@ -104,17 +138,17 @@ class CostModel:
         """The logarithm of how much slower everything is now than when it was probed."""
         return self._of_target.median
 
-    def observe_target(self, num_rows: int, num_kv_tokens: float, seconds: float) -> None:
-        """A target pass over so many rows, which read so many tokens' KV each, has taken so long."""
-        if num_rows > 0 and seconds > 0:
-            surprise = math.log(seconds / self.target.of(num_rows, num_kv_tokens))
+    def observe_target(self, shape: PassShape, seconds: float) -> None:
+        """A target pass has taken so long."""
+        if shape.num_rows > 0 and seconds > 0:
+            surprise = math.log(seconds / self.target.of(shape))
             self._of_target.add(surprise)
-            self.target.learn(num_rows, surprise - self.drift)
+            self.target.learn(shape.num_rows, surprise - self.drift)
 
-    def observe_proposal(self, rows_of_passes: Sequence[int], num_kv_tokens: float, seconds: float) -> None:
-        """A proposal of passes over so many rows each, which read so many tokens' KV each, has taken so long."""
+    def observe_proposal(self, passes: Sequence[PassShape], seconds: float) -> None:
+        """A proposal of such passes has taken so long."""
         draft = self.draft
-        of_passes = [0.0 if draft is None else draft.of(n, num_kv_tokens) for n in rows_of_passes]
+        of_passes = [0.0 if draft is None else draft.of(shape) for shape in passes]
         expected = self.seconds_per_proposal + sum(of_passes)
         if not (seconds > 0 and expected > 0):
             return
@@ -128,9 +162,9 @@ class CostModel:
             return
         self.seconds_per_proposal *= math.exp(self.seconds_per_proposal / expected * _believed(surprise))
         if draft is not None:
-            for num_rows, of_pass in zip(rows_of_passes, of_passes, strict=True):
-                if num_rows > 0:
-                    draft.learn(num_rows, surprise, of_pass / expected)
+            for shape, of_pass in zip(passes, of_passes, strict=True):
+                if shape.num_rows > 0:
+                    draft.learn(shape.num_rows, surprise, of_pass / expected)
 
     def observe_rest(self, seconds: float) -> None:
         """A step has taken so long beside its passes; what is ten times as long as expected was a wait."""
@@ -142,9 +176,10 @@ class CostModel:
     def as_dict(self) -> dict:
         """Plain data, as `of_dict` reads it."""
         passes = {name: getattr(self, name) for name in ("target", "draft")}
-        return {
-            name: None if p is None else [p.num_rows, p.seconds, p.seconds_per_kv_token] for name, p in passes.items()
-        } | {"seconds_per_proposal": self.seconds_per_proposal, "seconds_per_step": self.seconds_per_step}
+        return {name: None if of_name is None else of_name.as_list() for name, of_name in passes.items()} | {
+            "seconds_per_proposal": self.seconds_per_proposal,
+            "seconds_per_step": self.seconds_per_step,
+        }
 
     @classmethod
     def of_dict(cls, values: Mapping) -> CostModel:

@@ -16,7 +16,12 @@ class Selection(NamedTuple):
 
 
 def select(
-    chances: Chances, verify_seconds: Sequence[float], draft_seconds: Sequence[Sequence[float]] = ()
+    chances: Chances,
+    verify_seconds: Sequence[float],
+    draft_seconds: Sequence[Sequence[float]] = (),
+    *,
+    proposal_seconds: float = 0.0,
+    plain_seconds: float | None = None,
 ) -> Selection:
     """How many drafts of each sequence to verify, so that expected tokens / expected seconds is largest.
 
@@ -32,14 +37,15 @@ def select(
 
     `verify_seconds[n]` is the step's time with n drafts in it. Where the drafts are still to be made, chances are what
     is expected of them, and `draft_seconds[j][n]` is the time of the pass that makes draft j of n sequences, 0 where n
-    is; its last entry serves for all further passes.
+    is; its last entry serves for all further passes. `proposal_seconds` is what drafts took, or take, besides; and
+    `plain_seconds` is the time of a step without any, by default the one of a step whose drafts are all left out.
     """
     order = sorted([(-chance, j, i) for i, of_sequence in enumerate(chances) for j, chance in enumerate(of_sequence)])
     tokens = float(len(chances))
-    drafting = 0.0
+    drafting = proposal_seconds
     num_rows = [0] * max(map(len, chances), default=0)  # by depth
     last_pass = len(draft_seconds) - 1
-    best, best_rate = 0, tokens / verify_seconds[0]
+    best, best_rate = 0, tokens / (verify_seconds[0] + proposal_seconds if plain_seconds is None else plain_seconds)
     for n, (minus_chance, j, _) in enumerate(order, 1):
         tokens -= minus_chance
         if last_pass >= 0:

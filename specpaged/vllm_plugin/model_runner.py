@@ -79,9 +79,10 @@ class SpecPagedModelRunner:
         self._go_on(scored)
         newest = {e.sequence: ids for e, ids in zip(scored.sampling_entries, verified.token_ids, strict=True)}
 
-        def reserve(sequences: SequenceOf[Sequence]) -> list[int]:
+        def reserve(sequences: SequenceOf[Sequence], wanted: SequenceOf[int] | None) -> list[int]:
             useful = (self.sequences.num_useful_draft_tokens(sequence, newest[sequence]) for sequence in sequences)
-            return [max(0, min(scheduled.num_spec_tokens_to_schedule, count)) for count in useful]
+            counts = [max(0, min(scheduled.num_spec_tokens_to_schedule, count)) for count in useful]
+            return counts if wanted is None else list(map(min, counts, wanted))
 
         self.speculative_step.propose(scored, reserve)
         self._drafted = [entry.sequence for entry in scored.entries]

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specpaged.drafting.base import DraftRow
+from specpaged.drafting.draft import NO_DRAFT
 from specpaged.drafting.draft_steps import DraftSteps
 from specpaged.modeling.forward_output import DraftedTokens
 from specpaged.modeling.ragged_batch import RaggedBatch, RaggedRow, pack
@@ -29,7 +30,8 @@ def run(rows: list[DraftRow], block_size: int) -> tuple[list[list[int]], list[Ra
             ]  # fmt: skip
             expected.append(pack(packed, block_size))
         sampled.append(torch.tensor([100 * row.request_idx + step for row in alive]))
-    drafts = steps.drafts([DraftedTokens(token_ids, -token_ids.float()) for token_ids in sampled])
+    drafts = [NO_DRAFT] * len(rows)
+    steps.drafts([DraftedTokens(token_ids, -token_ids.float()) for token_ids in sampled], drafts)
     assert all(list(draft.logprobs) == [-token_id for token_id in draft.token_ids] for draft in drafts)
     return [draft.token_ids for draft in drafts], batches, expected
 

@@ -20,7 +20,7 @@ CONFIG = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1
 
 
 def test_the_worked_example_of_the_docstring():
-    assert lookup([A, B, C, D, A, B], 2, 2, 5) == [C, D, A, B, C]
+    assert lookup([A, B, C, D, A, B], 2, 2, 5) == ([C, D, A, B, C], 2)
 
 
 def lookup_slowly(token_ids, shortest, longest, count):
@@ -30,8 +30,8 @@ def lookup_slowly(token_ids, shortest, longest, count):
                 found = list(token_ids)
                 for i in range(count):
                     found.append(found[start + n + i])
-                return found[len(token_ids) :]
-    return []
+                return found[len(token_ids) :], n
+    return [], 0
 
 
 @given(
@@ -53,6 +53,7 @@ def test_each_request_gets_as_many_drafts_as_its_row_asks_for():
     rows = [DraftRow(None, (), 0, (), 2, 1), DraftRow(None, (), 0, (), 3, 0)]
     drafts = NgramDrafter(1, 2).propose(rows, SamplingBatch(requests, 4, "cpu"))
     assert [list(draft.token_ids) for draft in drafts] == [[C, D, A], []]
+    assert [draft.num_matched for draft in drafts] == [2, 0]
 
 
 def test_outputs_are_those_of_plain_decoding_and_drafts_are_accepted(toy_pair):

@@ -119,11 +119,11 @@ def test_a_proposal_that_fails_on_one_rank_leaves_kv_of_known_tokens_alone(token
     monkeypatch.setattr(step, "agree", agree)
     honest, calls = step.drafter.propose, []
 
-    def propose(rows, sampling):
+    def propose(*args):
         calls.append(None)
         if whose == "this rank's" and len(calls) == 2:
             raise Sabotage("propose")
-        return honest(rows, sampling)
+        return honest(*args)
 
     monkeypatch.setattr(step.drafter, "propose", propose)
     for i, prompt in enumerate(prompts):
@@ -201,7 +201,7 @@ def test_the_first_error_of_a_request_stands_though_its_step_is_run_anew(tokeniz
     monkeypatch.setattr(StopChecker, "append", append)
     scheduler, reserve = llm.engine.scheduler, llm.engine.scheduler.reserve_drafts
 
-    def reserve_drafts(sequences):
+    def reserve_drafts(sequences, wanted=None):
         if len(unreadable) == 1:
             unreadable.append(None)
             raise Sabotage("reserve")

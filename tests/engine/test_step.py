@@ -45,7 +45,7 @@ class Reader:
         self.ended: dict[Sequence, list[HiddenStates]] = {}  # what was read of those that ended
         self.num_forgotten: Counter[Sequence] = Counter()
 
-    def propose(self, rows, sampling):
+    def propose(self, rows, sampling, stop_rule=None):
         drafts = [None] * len(sampling.requests)
         for row in rows:
             sequence = row.sequence
@@ -333,4 +333,4 @@ def test_noise_is_drawn_once_for_a_draft_and_its_verification(toy_pair, monkeypa
     assert all(calls[::2])  # the bonus token's, at least
     assert any(calls[1::2])
     assert not any(before & after for before, after in pairwise(calls))
-    assert step._noise == {}  # nothing is kept for nobody
+    assert step.noise == {}  # nothing is kept for nobody

@@ -99,7 +99,7 @@ def test_drafts_behind_accepted_drafts_stay_within_their_row(toy_pair, schedule,
     engine, ends = llm.engine, []
     propose, cache = engine.speculative_step.drafter.propose, engine.draft.kv_cache
 
-    def watched(rows, sampling):
+    def watched(rows, sampling, stop_rule=None):
         for row in rows:
             column = row.blocks[0] % cache.num_columns
             ends.append(column + row.context_len + len(row.token_ids) + max(0, row.num_draft_tokens - 1))

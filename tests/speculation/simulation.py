@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from specpaged.speculation.acceptance import logit
 from specpaged.speculation.controller import Candidate, Controller, Plan
-from specpaged.speculation.cost_model import CostModel, PassSeconds
+from specpaged.speculation.cost_model import CostModel, PassSeconds, PassShape
 
 NODES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
 PLAIN_SECONDS = 1e-3  # of a target pass that is bound by the weights' bytes
@@ -101,7 +101,10 @@ class Simulation:
         if self.draft is not None:
             self.propose(plan, rows_of_passes)
         num_rows = num_seqs + sum(verified)
-        self.spend(self.truth.target.of(num_rows), lambda s: controller.observe_target(num_rows, 100, s))
+        self.spend(
+            self.truth.target.of(PassShape(num_rows, num_seqs)),
+            lambda s: controller.observe_target(PassShape(num_rows, num_seqs), s),
+        )
         self.spend(self.truth.seconds_per_step, controller.observe_rest)
         for i, count in enumerate(verified):
             outcomes = stands(rng, probabilities[i], count)
@@ -114,18 +117,21 @@ class Simulation:
 
     def propose(self, plan: Plan, rows_of_passes: list[int]) -> None:
         """Who looks back does so in the first pass."""
-        looked = sum(self.lag[i] for i in plan.looks_back)
+        looked = sum(self.lag[i] - 1 for i in plan.looks_back)
         if not rows_of_passes and not looked:
             return
         truth = self.truth
-        seconds = truth.seconds_per_proposal + sum(map(truth.draft.of, rows_of_passes))
+        seconds = truth.seconds_per_proposal + sum(map(self.draft_seconds, rows_of_passes))
         rows = [looked + sum(rows_of_passes[:1]), *rows_of_passes[1:]]
-        with_looks = truth.seconds_per_proposal + sum(map(truth.draft.of, rows))
+        with_looks = truth.seconds_per_proposal + sum(map(self.draft_seconds, rows))
         self.looking += with_looks - seconds * bool(rows_of_passes)
-        self.spend(with_looks, lambda s: self.controller.observe_proposal(rows, 100, s))
+        self.spend(with_looks, lambda s: self.controller.observe_proposal([PassShape(n, n) for n in rows], s))
         for i in plan.looks_back:
-            for _ in range(self.lag[i]):
+            for _ in range(self.lag[i] - 1):
                 self.controller.observe_drafts(i, [self.rng.random() < self.acceptance(i, self.num_tokens[i])])
+
+    def draft_seconds(self, num_rows: int) -> float:
+        return self.truth.draft.of(PassShape(num_rows, num_rows))
 
     def spend(self, seconds: float, observe: Callable[[float], None]) -> None:
         seconds *= self.noise(self.rng)

@@ -123,7 +123,7 @@ def test_as_many_as_a_sequence_may_have_and_no_more():
 
 def test_kv_that_is_read_counts():
     """A long context makes rows dear: fewer are verified."""
-    target = PassSeconds([1, 64], [1e-3, 1.05e-3], seconds_per_kv_token=1e-7)
+    target = PassSeconds([1, 64], [1e-3, 1.05e-3], per_row_and_kv_token=1e-7)
     controller = AdaptiveController(CostModel(target, PassSeconds([1, 64], [1e-5, 2e-5]), 1e-6, 1e-6))
     short, long = (
         controller.plan([Candidate(i, 8, 1, context_len) for i in range(8)]).num_draft_tokens

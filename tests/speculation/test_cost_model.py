@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from specpaged.speculation.cost_model import CostModel, PassSeconds
+from specpaged.speculation.cost_model import CostModel, PassSeconds, PassShape
 
 NODES = [1, 2, 4, 8, 16, 32, 64]
 
@@ -19,9 +19,10 @@ def known(scale=1.0):
 
 
 def test_between_nodes_it_is_linear_and_the_last_two_go_on():
-    passes = PassSeconds([1, 3, 5], [2.0, 4.0, 8.0], seconds_per_kv_token=0.5)
-    assert [passes.of(n) for n in (0, 1, 2, 3, 4, 5, 7)] == [0, 2, 3, 4, 6, 8, 12]
-    assert passes.of(2, num_kv_tokens=10) == 3 + 2 * 10 * 0.5
+    passes = PassSeconds([1, 3, 5], [2.0, 4.0, 8.0], per_sequence=0.25, per_kv_token=0.5, per_row_and_kv_token=0.125)
+    assert [passes.of_rows(n) for n in (1, 2, 3, 4, 5, 7)] == [2, 3, 4, 6, 8, 12]
+    assert passes.of(PassShape(4, 2, 10)) == 6 + 2 * 0.25 + 10 * (2 * 0.5 + 4 * 0.125)
+    assert passes.of(PassShape(0, 0, 10)) == 0
     assert passes.table(7)[:6] == [0, 2, 3, 4, 6, 8]
 
 
@@ -56,32 +57,32 @@ def test_it_recovers_known_costs_from_noisy_passes():
 
     for _ in range(20_000):
         n, depth = rng.choice([1, 2, 3, 6, 8, 12, 24, 48, 64]), rng.choice([1, 2, 5])
-        model.observe_target(n, 0, truth["target"].of(n) * noise())
-        model.observe_proposal([n] * depth, 0, (0.05 + depth * truth["draft"].of(n)) * noise())
+        model.observe_target(PassShape(n, n), truth["target"].of_rows(n) * noise())
+        model.observe_proposal([PassShape(n, n)] * depth, (0.05 + depth * truth["draft"].of_rows(n)) * noise())
         model.observe_rest(0.1 * noise())
-    unit = model.target.of(1)
+    unit = model.target.of_rows(1)
     for n in (1, 3, 8, 24, 64):
-        assert model.target.of(n) / unit == pytest.approx(truth["target"].of(n), rel=0.08)
+        assert model.target.of_rows(n) / unit == pytest.approx(truth["target"].of_rows(n), rel=0.08)
         for depth in (1, 5):
-            proposal = model.seconds_per_proposal + depth * model.draft.of(n)
-            assert proposal / unit == pytest.approx(0.05 + depth * truth["draft"].of(n), rel=0.08)
+            proposal = model.seconds_per_proposal + depth * model.draft.of_rows(n)
+            assert proposal / unit == pytest.approx(0.05 + depth * truth["draft"].of_rows(n), rel=0.08)
     assert model.seconds_per_step / unit == pytest.approx(0.1, rel=0.1)
 
 
 def test_a_neighbour_who_slows_everything_down_changes_no_comparison():
     rng = random.Random(2)
     model = CostModel(PassSeconds(NODES, known()), PassSeconds(NODES, known(0.1)), 0.01, 0.05)
-    target, proposal = model.target.of(6), 0.01 + 3 * model.draft.of(1)
+    target, proposal = model.target.of_rows(6), 0.01 + 3 * model.draft.of_rows(1)
 
     def compared():
-        costs = [*map(model.target.of, NODES), *map(model.draft.of, NODES), model.seconds_per_step]
+        costs = [*map(model.target.of_rows, NODES), *map(model.draft.of_rows, NODES), model.seconds_per_step]
         return [cost / costs[0] for cost in costs]
 
     before = compared()
     for i in range(3000):
         busy = 5.0 if i // 500 % 2 else 1.0
-        model.observe_target(6, 0, busy * target * math.exp(rng.gauss(0, 0.05)))
-        model.observe_proposal([1, 1, 1], 0, busy * proposal * math.exp(rng.gauss(0, 0.05)))
+        model.observe_target(PassShape(6, 6), busy * target * math.exp(rng.gauss(0, 0.05)))
+        model.observe_proposal([PassShape(1, 1)] * 3, busy * proposal * math.exp(rng.gauss(0, 0.05)))
         model.observe_rest(busy * 0.05 * math.exp(rng.gauss(0, 0.05)))
         assert max(abs(math.log(now / then)) for now, then in zip(compared(), before, strict=True)) < 0.12
 
@@ -89,14 +90,14 @@ def test_a_neighbour_who_slows_everything_down_changes_no_comparison():
 def test_long_waits_are_no_part_of_a_step():
     model = CostModel(PassSeconds(NODES, known()), seconds_per_step=0.05)
     for i in range(200):
-        model.observe_target(1, 0, known()[0])
+        model.observe_target(PassShape(1, 1), known()[0])
         model.observe_rest(30.0 if i % 2 else 0.05)
     assert model.seconds_per_step == pytest.approx(0.05, rel=0.1)
 
 
 def test_it_is_the_same_behind_its_own_plain_data():
-    model = CostModel(PassSeconds(NODES, known(), 1e-7), PassSeconds([1, 2], [0.1, 0.2]), 0.01, 0.05)
+    model = CostModel(PassSeconds(NODES, known(), 1e-5, 1e-7, 1e-7), PassSeconds([1, 2], [0.1, 0.2]), 0.01, 0.05)
     again = CostModel.of_dict(json.loads(json.dumps(model.as_dict())))
     assert again.as_dict() == model.as_dict()
-    assert again.target.of(7, 100) == model.target.of(7, 100)
+    assert again.target.of(PassShape(7, 2, 100)) == model.target.of(PassShape(7, 2, 100))
     assert CostModel.of_dict(CostModel(PassSeconds(NODES, known())).as_dict()).draft is None

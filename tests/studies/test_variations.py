@@ -23,7 +23,7 @@ def test_an_uncached_draft_keeps_no_kv_from_round_to_round(toy_pair):
         drafter = engine.speculative_step.drafter
         propose, held = drafter.propose, []
 
-        def watched(rows, sampling, propose=propose, held=held):
+        def watched(rows, sampling, stop_rule=None, propose=propose, held=held):
             held.append([row.context_len for row in rows])
             return propose(rows, sampling)
 

@@ -78,7 +78,7 @@ def test_a_draft_follows_a_prompt_in_the_targets_chunks(make_vllm):
     drafter, steps = model_runner(llm).speculative_step.drafter, []
     propose = drafter.propose
 
-    def noting(rows, sampling):
+    def noting(rows, sampling, stop_rule=None):
         steps.append(sum(len(row.token_ids) for row in rows))
         return propose(rows, sampling)
 

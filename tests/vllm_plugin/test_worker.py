@@ -89,7 +89,7 @@ def test_the_drafter_forgets_each_request_that_ends_or_is_preempted(make_vllm, p
     drafter = model_runner(llm).speculative_step.drafter
     propose, seen, known, num_forgotten = drafter.propose, set(), set(), Counter()
 
-    def noting(rows, sampling):
+    def noting(rows, sampling, stop_rule=None):
         for row in rows:
             seen.add(row.sequence.request_id)
             known.add(row.sequence.request_id)
@@ -218,7 +218,7 @@ def test_how_many_tokens_are_drafted_may_hang_on_the_batch_size(make_vllm, stand
     llm = make_vllm(0, speculative_config=draft | {"num_speculative_tokens_per_batch_size": ranges})
     lengths, propose = set(), model_runner(llm).speculative_step.drafter.propose
 
-    def noting(rows, sampling):
+    def noting(rows, sampling, stop_rule=None):
         lengths.update((len(sampling.requests), row.num_draft_tokens) for row in rows if row.num_draft_tokens > 0)
         return propose(rows, sampling)
 

@@ -1,0 +1,114 @@
+"""What a step drafts behind its commit."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from specpaged.drafting.base import DraftRow
+from specpaged.drafting.draft import NO_DRAFT, Draft
+from specpaged.engine.draft_row import draft_row
+from specpaged.engine.sequence import Sequence
+from specpaged.paging.block_allocator import IntegrityError
+from specpaged.paging.page_table import DRAFT
+from specpaged.speculation.controller import Plan
+
+if TYPE_CHECKING:
+    from specpaged.engine.step import ScoredStep, SpeculativeStep
+    from specpaged.sampling.batch import Noise, SamplingBatch
+
+logger = logging.getLogger("specpaged")
+
+# How many tokens to draft for each sequence, which goes on, with slots for them in its page table: at most as many as
+# are wanted, where somebody says.
+Reserve = Callable[[SequenceOf[Sequence], SequenceOf[int] | None], list[int]]
+
+
+def propose(step: SpeculativeStep, scored: ScoredStep, reserve: Reserve) -> Noise:
+    """Give sequences that go on their next drafts, as `reserve` and the step's planner say; the noise that was drawn.
+
+    A drafter that fails leaves them without: whatever is drafted, outputs are the same, and nobody ends for it.
+    """
+    going_on = [e.sequence for e in scored.entries if e.samples and not e.sequence.has_ended]
+    plan, counts = _plan(step, going_on, reserve)
+    num_draft_tokens = dict(zip(going_on, counts, strict=True))
+    looking = [going_on[i] for i in plan.looks_back if not counts[i]]
+    drafting = [sequence for sequence in going_on if num_draft_tokens[sequence]]
+    asking = [*drafting, *looking]
+    request_idx = {sequence: i for i, sequence in enumerate(asking)}
+    rows: list[DraftRow] = []
+    for entry in scored.entries:
+        sequence = entry.sequence
+        row = draft_row(
+            entry,
+            num_draft_tokens.get(sequence, 0),
+            request_idx.get(sequence, 0),
+            scored.hidden_states.get(sequence),
+            step.publishes,
+            step.follows_target,
+            sequence in looking,
+        )
+        if row is not None:
+            rows.append(row)
+    if not rows:
+        return {}
+    step.noise = scored.sampling.noise  # of which some is for tokens that are to be decided anew
+    sampling = step.sampling([sequence.sampling_request for sequence in asking])
+    drafts, num_run = _drafts(step, rows, sampling, plan, looking)
+    if step.planner is not None and any(drafts):
+        drafts = step.planner.select(drafting, drafts)
+    if step.agree is not None and drafts:
+        agreed = step.agree([list(draft.token_ids) for draft in drafts])
+        drafts = [replace(draft, token_ids=ids) for draft, ids in zip(drafts, agreed, strict=True)]
+    for row in rows:
+        i = row.request_idx
+        if row.token_ids and num_run is not None:
+            num_drafted = min(num_run[i], len(drafts[i])) if row.num_draft_tokens > 0 else 0
+            row.sequence.page_table.advance(DRAFT, len(row.token_ids) + max(0, num_drafted - 1))
+    for sequence, draft in zip(drafting, drafts, strict=True):
+        sequence.draft = draft
+    return sampling.noise
+
+
+def _plan(step: SpeculativeStep, going_on: SequenceOf[Sequence], reserve: Reserve) -> tuple[Plan, list[int]]:
+    """How deep to draft for each sequence that goes on: as the planner of the first rank says, as far as slots go."""
+    if step.planner is None:
+        counts = reserve(going_on, None)
+        return Plan(counts), counts
+    plan = step.planner.plan(going_on) if going_on else Plan([])
+    if step.agree is not None and going_on:
+        counts, looks_back = step.agree([plan.num_draft_tokens, list(plan.looks_back)])
+        plan = replace(plan, num_draft_tokens=counts, looks_back=looks_back)
+    return plan, reserve(going_on, plan.num_draft_tokens)
+
+
+def _drafts(
+    step: SpeculativeStep,
+    rows: SequenceOf[DraftRow],
+    sampling: SamplingBatch,
+    plan: Plan,
+    looking: SequenceOf[Sequence],
+) -> tuple[list[Draft], list[int] | None]:
+    """The drafts of the requests that do not look back, and how many tokens each has; None where the drafter failed."""
+    num_drafting = len(sampling.requests) - len(looking)
+    start = time.perf_counter()
+    try:
+        drafts = step.drafter.propose(rows, sampling, plan.stop_rule)
+    except IntegrityError:
+        raise
+    except Exception:
+        step.metrics.failed_proposals += 1
+        logger.warning("a proposal of %d sequences failed; they have no drafts:", len(rows), exc_info=True)
+        for row in rows:
+            step.forget(row.sequence)
+        return [NO_DRAFT] * num_drafting, None
+    if step.planner is not None:
+        step.planner.proposed(rows, drafts, time.perf_counter() - start)
+        for sequence, looked_back in zip(looking, drafts[num_drafting:], strict=True):
+            step.planner.look_back(sequence, looked_back.token_ids)
+    drafts = drafts[:num_drafting]
+    return drafts, [len(draft) for draft in drafts]
