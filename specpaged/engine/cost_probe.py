@@ -64,7 +64,7 @@ def measured_costs(target: ModelRunner, draft: ModelRunner | None, most_rows: in
     if path is not None:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             return CostModel.of_dict(json.loads(path.read_text()))
-    costs = probe(target, draft, most_rows)
+    costs = probe(target, draft, most_rows, BUDGET)
     if path is not None:
         try:
             _write(path, json.dumps(costs.as_dict()))
@@ -73,8 +73,8 @@ def measured_costs(target: ModelRunner, draft: ModelRunner | None, most_rows: in
     return costs
 
 
-def probe(target: ModelRunner, draft: ModelRunner | None, most_rows: int, budget: float = BUDGET) -> CostModel:
-    """The costs of a pair's passes, measured now, the target's in two thirds of the time."""
+def probe(target: ModelRunner, draft: ModelRunner | None, most_rows: int, budget: float) -> CostModel:
+    """The costs of a pair's passes, measured now within `budget` seconds, two thirds of them for the target."""
     start = time.perf_counter()
     share = budget if draft is None else budget * 2 / 3
     of_target = _pass_seconds(target, most_rows, share, lambda batch: _forward(target, batch))
@@ -111,12 +111,12 @@ def _pass_seconds(
 
     run(_batch(runner, 1, 1, 0))  # there may be something to build
     seconds: dict[int, float] = {}
-    most_slots = min(_CONTEXT, runner.kv_cache.num_slots)
+    longest = min(_CONTEXT, runner.kv_cache.num_slots, runner.model.max_model_len)  # of a sequence
     for rows in dict.fromkeys(n for n in ROWS if n <= max(8, most_rows)):
         expected = max(seconds.values(), default=0.0)
         if len(seconds) >= 2 and left() < 2 * expected:
             break
-        batch = _batch(runner, 1, rows, 0) if rows <= most_slots else _batch(runner, rows, 1, 0)
+        batch = _batch(runner, 1, rows, 0) if rows <= longest else _batch(runner, rows, 1, 0)
         seconds[rows] = run(batch)
         for _ in range(_REPETITIONS):
             if left() > 4 * expected:
@@ -131,7 +131,7 @@ def _pass_seconds(
         slow, quick = map(min, zip(*timed, strict=True))
         return max(0.0, slow - quick)
 
-    context = min(_CONTEXT, runner.kv_cache.num_slots - 8)
+    context = longest - _SEQUENCES
     per_sequence = per_kv_token = per_row = 0.0
     if context > 0:
         per_sequence = difference((_SEQUENCES, 1, 0), (1, _SEQUENCES, 0)) / (_SEQUENCES - 1)

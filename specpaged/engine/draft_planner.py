@@ -14,6 +14,7 @@ from specpaged.speculation.acceptance import logits_of
 from specpaged.speculation.controller import Candidate, Controller, Plan
 from specpaged.speculation.cost_model import PassShape
 
+_NOTHING: tuple[Draft, list[float]] = (NO_DRAFT, [])
 _OFTEN, _SELDOM = 100, 8  # steps
 _LONGEST_MATCH = 6  # of prompt lookup: longer ones say no more
 
@@ -28,7 +29,8 @@ class DraftPlanner:
     def __init__(self, controller: Controller):
         self.controller = controller
         self._candidates: list[Candidate] = []  # of the last plan
-        self._proposals: dict[Sequence, Draft] = {}  # of which nobody knows yet what came of them
+        # With their evidence; of which nobody knows yet what came of them.
+        self._proposals: dict[Sequence, tuple[Draft, list[float]]] = {}
         self._num_steps = 0
         self._tells = False  # whether the controller hears what this step takes
         self._mean_context = 0.0
@@ -45,8 +47,9 @@ class DraftPlanner:
 
     def select(self, sequences: SequenceOf[Sequence], drafts: SequenceOf[Draft]) -> list[Draft]:
         """As much of each sequence's draft as is to be verified. The whole of it waits for its outcome."""
-        self._proposals = {sequence: draft for sequence, draft in zip(sequences, drafts, strict=True) if draft}
-        evidence = [evidence_of(self._proposals.get(candidate.sequence, NO_DRAFT)) for candidate in self._candidates]
+        proposals = {sequence: (draft, evidence_of(draft)) for sequence, draft in zip(sequences, drafts, strict=True)}
+        self._proposals = proposals
+        evidence = [proposals.get(candidate.sequence, _NOTHING)[1] for candidate in self._candidates]
         selected = self.controller.select(self._candidates, evidence)
         counts = {candidate.sequence: count for candidate, count in zip(self._candidates, selected, strict=True)}
         return [draft.cut(counts[sequence]) for sequence, draft in zip(sequences, drafts, strict=True)]
@@ -61,12 +64,13 @@ class DraftPlanner:
         """These tokens stand behind what was proposed: the outcome of as many drafts, verified or not."""
         proposal = self._proposals.pop(sequence, None)
         if proposal is not None:
+            draft, evidence = proposal
             outcomes = []
-            for drafted, came in zip(proposal.token_ids, token_ids, strict=False):
+            for drafted, came in zip(draft.token_ids, token_ids, strict=False):
                 outcomes.append(drafted == came)
                 if drafted != came:
                     break
-            self.controller.observe_drafts(sequence, outcomes, evidence_of(proposal))
+            self.controller.observe_drafts(sequence, outcomes, evidence)
 
     def begin(self) -> None:
         """The target's pass begins."""

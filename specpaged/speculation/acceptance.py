@@ -8,8 +8,9 @@ from collections.abc import Sequence
 MOST_POSITIONS = 16  # that have an intercept of their own; later drafts share the last one
 _FORGETTING = 0.93  # of what a request's older drafts have shown: the last fifteen or so count
 _FORGETTING_OF_ALL = 0.998
+_LEARNED, _LEARNS_EVERY = 1000, 4  # outcomes that are all learned from; behind them, of every so many calls one is
 _PRIOR_DRAFTS = 2.0  # that a new request is taken to have seen, with the outcomes of all others
-_LEARNING_RATE = 0.05
+_LEARNING_RATES = (0.05, 0.01)  # at first, and once something is known
 _SHARE_RATE = 0.02
 _SPREAD_RATE = 0.02
 _MOST_LOGIT = 6.0  # certainty is never believed
@@ -44,6 +45,7 @@ class AcceptanceModel:
         self.num_seen = 10.0
         self.num_accepted = 10.0 * prior
         self.num_outcomes = 0
+        self._num_calls = 0
         self._mean_logit = logit(prior)
 
     @property
@@ -88,14 +90,21 @@ class AcceptanceModel:
         expected = self._mean_logit + self.share * lead
         chance = sigmoid(expected)
         errors = 0.0
-        for j, stood in enumerate(outcomes):
+        own_seen, own_accepted = request.num_seen, request.num_accepted
+        seen, accepted = self.num_seen, self.num_accepted
+        for stood in outcomes:
             errors += stood - chance
-            if evidence is not None and evidence[j] == evidence[j]:
-                self._learn(evidence[j], j, lead, stood, expected)
-            request.num_seen = request.num_seen * _FORGETTING + 1.0
-            request.num_accepted = request.num_accepted * _FORGETTING + stood
-            self.num_seen = self.num_seen * _FORGETTING_OF_ALL + 1.0
-            self.num_accepted = self.num_accepted * _FORGETTING_OF_ALL + stood
+            own_seen = own_seen * _FORGETTING + 1.0
+            own_accepted = own_accepted * _FORGETTING + stood
+            seen = seen * _FORGETTING_OF_ALL + 1.0
+            accepted = accepted * _FORGETTING_OF_ALL + stood
+        request.num_seen, request.num_accepted = own_seen, own_accepted
+        self.num_seen, self.num_accepted = seen, accepted
+        self._num_calls += 1
+        if evidence is not None and (self.num_outcomes < _LEARNED or self._num_calls % _LEARNS_EVERY == 0):
+            for j, (stood, x) in enumerate(zip(outcomes, evidence, strict=False)):
+                if x == x:
+                    self._learn(x, j, lead, stood, expected)
         self.share = min(1.2, max(0.0, self.share + _SHARE_RATE * errors * lead))
         mean = self.mean
         self._mean_logit = logit(mean)
@@ -106,11 +115,12 @@ class AcceptanceModel:
         j = min(j, MOST_POSITIONS - 1)
         value = self.slope * x + self.intercepts[j] + self.request_weight * lead
         self.variance += _SPREAD_RATE * ((value - expected) ** 2 - self.variance)
-        error = _LEARNING_RATE * (stood - 1.0 / (1.0 + math.exp(-value)))
+        rate = _LEARNING_RATES[self.num_outcomes >= _LEARNED]
+        error = rate * (stood - 1.0 / (1.0 + math.exp(-value)))
         self.intercepts[j] += error
         slope = self.slope + error * x / _MOST_LOGIT
         self.slope = slope if 0.0 < slope < 3.0 else min(3.0, max(0.0, slope))
-        weight = self.request_weight + error * lead / _MOST_LOGIT
+        weight = self.request_weight + error * lead
         self.request_weight = weight if 0.0 < weight < 2.0 else min(2.0, max(0.0, weight))
 
 

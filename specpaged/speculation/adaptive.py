@@ -26,6 +26,7 @@ _SHORTEST_LOOK = 4  # tokens: a pass of a few rows costs hardly more than one of
 _TO_BEGIN = 0.01
 _TO_STOP = 0.015
 _TO_STOP_EARLY = 0.4  # divided by the square root of the number of outcomes
+_PLAN_EVERY = 4  # steps of a batch that is the same
 _REPAID_WITHIN = 64  # steps
 _USES = 64  # of a table of times, until it is made anew
 _TOLD_APART = 0.1  # in logits: of less spread, nothing is to be decided by a draft's evidence
@@ -76,14 +77,29 @@ class AdaptiveController:
         self.acceptance = AcceptanceModel()
         self._requests: dict[Hashable, RequestAcceptance] = {}
         self._paying: dict[tuple[int, int], bool] = {}
-        self._age = 0  # steps since what could pay was asked anew
+        self._age = 0  # steps
+        self._asked = 0  # when what could pay was asked anew
+        self._sequences: list[Hashable] = []  # of the last plan, which is good for a few steps
+        self._counts: list[int] = []
+        self._rule: StopRule | None = None
         self._times_of: dict[int, _Times] = {}  # by batch size
         self._is_drafting = False
         self._credit = 0.0  # seconds that may be spent on looking back
 
     @override
     def plan(self, candidates: Sequence[Candidate]) -> Plan:
+        sequences = [c.sequence for c in candidates]
+        if self._age % _PLAN_EVERY and sequences == self._sequences:
+            self._age += 1
+            return Plan(self._counts, (), self._rule)
+        self._age += 1
+        plan = self._plan(candidates)
+        self._sequences, self._counts, self._rule = sequences, plan.num_draft_tokens, plan.stop_rule
+        return plan
+
+    def _plan(self, candidates: Sequence[Candidate]) -> Plan:
         if not self._could_pay(candidates):
+            self._is_drafting = False
             return Plan([0] * len(candidates))
         if self.costs.draft is None:  # drafts come for nothing
             return Plan([candidate.most for candidate in candidates])
@@ -159,9 +175,8 @@ class AdaptiveController:
         batch_size, most = len(candidates), max((c.most for c in candidates), default=0)
         if not most:
             return False
-        self._age += 1
-        if self._age >= _MEMORY:
-            self._age = 0
+        if self._age - self._asked >= _MEMORY:
+            self._asked = self._age
             self._paying.clear()
         answer = self._paying.get((batch_size, most))
         if answer is None:

@@ -103,7 +103,7 @@ class PassSeconds:
     def as_list(self) -> list:
         """The arguments that make another one like it."""
         others = (self.per_sequence, self.per_kv_token, self.per_row_and_kv_token)
-        return [self.num_rows, self.seconds, *others]
+        return [list(self.num_rows), list(self.seconds), *others]
 
     def _place(self, num_rows: int) -> tuple[int, float]:
         """The node before, and how far towards the next one; above 1 beyond the last, below 0 before the first."""

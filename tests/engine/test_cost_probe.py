@@ -1,0 +1,82 @@
+"""What passes take is measured once, within a budget, and kept; whatever is found on disk, an engine starts."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from specpaged.engine import cost_probe
+from specpaged.engine.cost_probe import guessed_costs, measured_costs, probe
+from specpaged.speculation.cost_model import PassShape
+from tests.engine.test_engine import make_llm
+
+
+@pytest.fixture(scope="module")
+def pair(toy_pair):
+    """The runners of an engine."""
+    engine = make_llm(toy_pair, max_model_len=64).engine
+    return engine.target, engine.draft
+
+
+def is_sound(costs):
+    for passes in (costs.target, costs.draft):
+        assert passes.num_rows == sorted(set(passes.num_rows))
+        assert passes.seconds[0] > 0
+        assert passes.seconds == sorted(passes.seconds)
+        assert passes.of(PassShape(50, 10, 30)) >= passes.of(PassShape(1, 1, 0))
+
+
+@pytest.mark.parametrize("most_rows", [1, 40, 600])
+def test_more_rows_never_take_less(pair, most_rows):
+    costs = probe(*pair, most_rows, budget=0.5)
+    is_sound(costs)
+    assert costs.target.num_rows[-1] <= max(8, most_rows)
+
+
+def test_without_time_two_row_counts_are_measured(pair):
+    costs = probe(*pair, 600, budget=0.0)
+    is_sound(costs)
+    assert costs.target.num_rows == [1, 8]
+
+
+def test_prompt_lookup_has_no_passes(pair):
+    assert probe(pair[0], None, 20, budget=0.1).draft is None
+    assert guessed_costs(pair[0], None).draft is None
+
+
+def test_the_interpreter_is_not_measured(pair, monkeypatch):
+    monkeypatch.setattr(pair[0].model, "backend", "triton")
+    monkeypatch.setattr(cost_probe, "probe", None)
+    is_sound(measured_costs(*pair, 20))
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"target": [[1], [2]]}', '{"target": null, "draft": null}'])
+def test_what_is_kept_and_cannot_be_read_is_measured_anew(pair, tmp_path, monkeypatch, content):
+    monkeypatch.setenv("SPECPAGED_CACHE", str(tmp_path))
+    monkeypatch.setattr(cost_probe, "BUDGET", 0.05)
+    measured_costs(*pair, 20)
+    (path,) = tmp_path.glob("costs-*.json")
+    kept = path.read_text()
+    path.write_text(content)
+    is_sound(measured_costs(*pair, 20))
+    assert json.loads(path.read_text()).keys() == json.loads(kept).keys()
+
+
+def test_other_rows_or_threads_are_kept_beside(pair, tmp_path, monkeypatch):
+    monkeypatch.setenv("SPECPAGED_CACHE", str(tmp_path))
+    monkeypatch.setattr(cost_probe, "BUDGET", 0.05)
+    measured_costs(*pair, 20)
+    measured_costs(*pair, 30)
+    monkeypatch.setattr(cost_probe.torch, "get_num_threads", lambda: 7)
+    with pytest.raises(RuntimeError, match="runs with 7"):  # the probe runs what the engine would
+        measured_costs(*pair, 30)
+    assert len(list(tmp_path.glob("costs-*.json"))) == 2
+
+
+def test_nowhere_to_keep_it_is_no_reason_not_to_start(pair, tmp_path, monkeypatch, caplog):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("SPECPAGED_CACHE", str(tmp_path / "file"))
+    monkeypatch.setattr(cost_probe, "BUDGET", 0.05)
+    is_sound(measured_costs(*pair, 20))
+    assert "not kept" in caplog.text

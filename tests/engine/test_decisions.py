@@ -1,0 +1,135 @@
+"""Whatever is decided about drafts, outputs are those of plain decoding; and what is told of them is true."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from specpaged import SamplingParams
+from specpaged.drafting.draft import Draft
+from specpaged.engine.draft_planner import DraftPlanner, evidence_of
+from specpaged.speculation.acceptance import logit
+from specpaged.speculation.controller import Plan
+from tests import toys
+from tests.engine.test_engine import generate, make_llm, token_ids
+
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=40, ignore_eos=True),
+    SamplingParams(temperature=0.8, seed=3, max_tokens=30, ignore_eos=True),
+    SamplingParams(temperature=0.7, seed=4, top_k=20, repetition_penalty=1.2, max_tokens=25, ignore_eos=True, n=2),
+    SamplingParams(temperature=0, max_tokens=33, ignore_eos=True, extra_args={"num_speculative_tokens": 2}),
+    SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=2),
+    SamplingParams(temperature=0, max_tokens=1),
+    SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, extra_args={"num_speculative_tokens": 0}),
+]
+
+
+class Whim:
+    """Decides by chance whatever may be decided, and keeps what it is told."""
+
+    def __init__(self, seed, looks_back=True):
+        self.rng = random.Random(seed)
+        self.looks_back = looks_back
+        self.outcomes = []
+        self.num_looks = 0
+        self.forgotten = set()
+
+    def plan(self, candidates):
+        rng, draws = self.rng, self.rng.random()
+        self.forgotten -= {candidate.sequence for candidate in candidates}  # back from a preemption
+        counts = [rng.randint(0, candidate.most) if draws < 0.6 else 0 for candidate in candidates]
+        may_look = [i for i, candidate in enumerate(candidates) if candidate.most and candidate.lag > 1]
+        looks = [i for i in may_look if not counts[i] and rng.random() < 0.3] if self.looks_back else []
+        self.num_looks += len(looks)
+        return Plan(counts, looks)
+
+    def select(self, candidates, evidence):
+        return [self.rng.randint(0, len(of_draft)) for of_draft in evidence]
+
+    def observe_drafts(self, sequence, outcomes, evidence=None):
+        assert sequence not in self.forgotten
+        assert False not in outcomes[:-1]
+        assert evidence is None or len(outcomes) <= len(evidence)
+        self.outcomes += outcomes
+
+    def forget(self, sequence):
+        self.forgotten.add(sequence)
+
+    def __getattr__(self, name):
+        return lambda *_: None  # what passes take
+
+
+def with_whim(llm, seed, **arguments):
+    whim = Whim(seed, **arguments)
+    llm.engine.speculative_step.planner = DraftPlanner(whim)
+    return whim
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("method", "arguments"),
+    [
+        ("draft_model", {}),
+        ("draft_model", {"max_num_batched_tokens": 16, "max_num_seqs": 3}),  # prefill in chunks, passes of few tokens
+        ("draft_model", {"kv_cache_memory_bytes": 1024 * 16 * 12, "max_model_len": 96}),  # preempted
+        ("draft_model", {"enable_prefix_caching": True}),
+        ("ngram", {}),
+    ],
+    ids=["draft model", "chunks", "preemption", "prefix cache", "ngram"],
+)
+def test_outputs_do_not_depend_on_what_is_decided(toy_pair, seed, method, arguments):
+    prompts = [{"prompt_token_ids": [7, 8, 9] * 6}, *toys.prompts(len(PARAMS) - 1, seed=seed)]
+    expected = token_ids(generate(make_llm(toy_pair, k=0), prompts, [as_plain(params) for params in PARAMS]))
+    speculative = {"num_speculative_tokens": "auto"}
+    if method == "ngram":
+        speculative |= {"method": "ngram", "model": None}
+    llm = make_llm(toy_pair, speculative=speculative, **arguments)
+    whim = with_whim(llm, seed, looks_back=method != "ngram")
+    for _ in range(2):  # the second time, prompts may be found in the cache
+        assert token_ids(generate(llm, prompts, PARAMS)) == expected
+    assert llm.metrics.draft_tokens > 0
+    assert llm.metrics.failed_steps == llm.metrics.failed_proposals == 0
+    assert whim.outcomes
+    assert whim.num_looks > 0 or method == "ngram"
+
+
+def as_plain(params):
+    return SamplingParams(**{**vars(params), "extra_args": None})
+
+
+def test_a_draft_that_is_the_target_is_right_wherever_it_drafts_or_looks_back(toy_pair):
+    """Of greedy requests: also of drafts that nobody verified."""
+    llm = make_llm(toy_pair, draft=toy_pair.target, speculative={"num_speculative_tokens": "auto", "numerics": "exact"})
+    whim = with_whim(llm, 5)
+    generate(llm, toys.prompts(4), PARAMS[0])
+    assert whim.num_looks > 0
+    assert len(whim.outcomes) > llm.metrics.draft_tokens  # those that were left out among them
+    assert all(whim.outcomes)
+
+
+def test_auto_decides_by_measured_costs_and_decodes_as_without_drafts(tokenizer_pair, tmp_path, monkeypatch):
+    """What was measured is kept: the second engine finds it."""
+    monkeypatch.setenv("SPECPAGED_CACHE", str(tmp_path))
+    prompts = toys.prompts(5)
+    expected = token_ids(generate(make_llm(tokenizer_pair, k=0), prompts, PARAMS[0]))
+    costs = []
+    for _ in range(2):
+        llm = make_llm(tokenizer_pair, speculative={"num_speculative_tokens": "auto"})
+        costs.append(llm.engine.speculative_step.planner.controller.costs.as_dict())
+        assert token_ids(generate(llm, prompts, PARAMS[0])) == expected
+    assert costs[0] == costs[1]
+    assert len(list(tmp_path.glob("costs-*.json"))) == 1
+    assert "decided in every step" in str(llm.report)
+    assert llm.engine.speculative_step.planner.controller.num_requests == 0
+
+
+def test_auto_is_refused_where_layouts_are_compared(toy_pair):
+    with pytest.raises(ValueError, match=r"num_speculative_tokens'\]='auto' is for schedule='continuous'"):
+        make_llm(toy_pair, speculative={"num_speculative_tokens": "auto"}, schedule="eqspec")
+
+
+def test_evidence_is_what_a_drafter_knows():
+    assert evidence_of(Draft([5, 6], [-0.1, float("-inf")]))[1] == logit(0.0)
+    assert evidence_of(Draft([5, 6, 7], num_matched=2)) == [-1.0] * 3
+    assert evidence_of(Draft([5], num_matched=9)) == [3.0]
