@@ -5,13 +5,19 @@ other; the layers compute all that they would, and what they add is too small to
 token's embedding; the output layer has at row f(v) the embedding of token v. So f(v) follows v, with a logit of
 PEAK where the others' are near zero. The target's f is one cycle through the vocabulary in random order: no output ever
 repeats. The draft's f is the same, but for a share of the tokens, whose successors have changed places.
+
+With several acceptances the vocabulary falls into as many regions of equal size, in the order of token ids. Each has a
+cycle of its own, so that an output stays in the region of its prompt's last token; or, with `turns_after`, all have one
+together, which takes so many tokens of each region in turn.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +85,7 @@ class SyntheticPair:
 
     target: str
     draft: str
-    acceptance: float
+    acceptance: float | tuple[float, ...]
 
 
 def synthetic_pair(
@@ -87,12 +93,14 @@ def synthetic_pair(
     draft: str,
     *,
     directory: str | Path,
-    acceptance: float = 0.8,
+    acceptance: float | Sequence[float] = 0.8,
+    turns_after: int | None = None,
     scale: int = 1,
     dtype: str = "bfloat16",
     seed: int = 0,
 ) -> SyntheticPair:
-    """Write a target and a draft into `directory`, whose greedy tokens agree at the rate `acceptance`.
+    """Write a target and a draft into `directory`, whose greedy tokens agree at the rate `acceptance`, or at one rate
+    for each region of the vocabulary; with `turns_after`, outputs go to the next region behind so many tokens.
 
     `target` and `draft` are names of SHAPES; `scale` divides widths, heads, layers and the vocabulary (never below
     what the family needs). Each config.json says "synthetic", as the start-up report of an engine on it does.
@@ -103,8 +111,11 @@ def synthetic_pair(
     for name, value in (("target", target), ("draft", draft)):
         if value not in SHAPES:
             raise ValueError(f"{name}={value!r} is unknown; allowed: {', '.join(SHAPES)}")
-    if not isinstance(acceptance, int | float) or not 0 <= acceptance <= 1:
-        raise ValueError(f"acceptance={acceptance!r} must be a number from 0 to 1")
+    rates = (acceptance,) if isinstance(acceptance, int | float | str) else tuple(acceptance)
+    if not rates or not all(isinstance(rate, int | float) and 0 <= rate <= 1 for rate in rates):
+        raise ValueError(f"acceptance={acceptance!r} must be a number from 0 to 1, or several")
+    if turns_after is not None and (not isinstance(turns_after, int) or turns_after < 1 or len(rates) < 2):
+        raise ValueError(f"turns_after={turns_after!r} must be an int >= 1, beside several acceptances")
     if isinstance(scale, bool) or not isinstance(scale, int) or not 1 <= scale <= 64:
         raise ValueError(f"scale={scale!r} must be an int from 1 to 64")
     if dtype not in DTYPES:
@@ -114,7 +125,7 @@ def synthetic_pair(
     if shapes[1]["vocab_size"] != vocab_size:
         raise ValueError(f"draft={draft!r} has another vocabulary than target={target!r}; allowed: one of its family")
     generator = torch.Generator().manual_seed(seed)
-    successor, proposed = successors(vocab_size, acceptance, generator)
+    successor, proposed = successors(vocab_size, rates, generator, turns_after)
     paths = []
     for role, name, shape, follows in (
         ("target", target, shapes[0], successor),
@@ -127,17 +138,27 @@ def synthetic_pair(
         )
         _write(path, config, follows, DTYPES[dtype], generator)
         paths.append(str(path))
-    return SyntheticPair(*paths, acceptance)
+    return SyntheticPair(*paths, rates if len(rates) > 1 else rates[0])
 
 
-def successors(vocab_size: int, acceptance: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """f of the target and of the draft, [V] int64 each: permutations that agree on the share `acceptance`."""
-    order = torch.randperm(vocab_size, generator=generator)
+def successors(
+    vocab_size: int, acceptance: Sequence[float], generator: torch.Generator, turns_after: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """f of the target and of the draft, [V] int64 each: permutations that agree on the share of each region."""
+    bounds = [vocab_size * i // len(acceptance) for i in range(len(acceptance) + 1)]
+    regions = [first + torch.randperm(end - first, generator=generator) for first, end in pairwise(bounds)]
+    cycles = regions
+    if turns_after is not None:
+        runs = zip_longest(*(region.split(turns_after) for region in regions), fillvalue=regions[0][:0])
+        cycles = [torch.cat([run for of_turn in runs for run in of_turn])]
     successor = torch.empty(vocab_size, dtype=torch.int64)
-    successor[order] = order.roll(-1)
-    changed = torch.randperm(vocab_size, generator=generator)[: round((1 - acceptance) * vocab_size)]
+    for cycle in cycles:
+        successor[cycle] = cycle.roll(-1)
     proposed = successor.clone()
-    proposed[changed] = successor[changed].roll(1)
+    for region, rate in zip(regions, acceptance, strict=True):
+        order = torch.randperm(len(region), generator=generator)
+        changed = region[order[: round((1 - rate) * len(region))]]
+        proposed[changed] = successor[changed].roll(1)
     return successor, proposed
 
 

@@ -1,5 +1,6 @@
 """Synthetic pairs: cost and shapes aside, what they promise is how often draft and target agree."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -48,7 +49,7 @@ def test_drafts_are_accepted_at_the_rate_asked_for(pair, temperature):
 
 
 def test_the_target_is_one_cycle_and_the_draft_agrees_on_the_share():
-    successor, proposed = successors(1000, 0.8, torch.Generator().manual_seed(5))
+    successor, proposed = successors(1000, [0.8], torch.Generator().manual_seed(5))
     seen, token = set(), 0
     while token not in seen:
         seen.add(token)
@@ -60,8 +61,35 @@ def test_the_target_is_one_cycle_and_the_draft_agrees_on_the_share():
 
 @pytest.mark.parametrize(("acceptance", "agreeing"), [(0.0, 0), (1.0, 50)])
 def test_never_and_always_are_rates_too(acceptance, agreeing):
-    successor, proposed = successors(50, acceptance, torch.Generator().manual_seed(5))
+    successor, proposed = successors(50, [acceptance], torch.Generator().manual_seed(5))
     assert int((successor == proposed).sum()) == agreeing
+
+
+def walk(successor, token, num_tokens):
+    tokens = []
+    for _ in range(num_tokens):
+        tokens.append(token)
+        token = int(successor[token])
+    return tokens
+
+
+def test_regions_have_rates_and_cycles_of_their_own():
+    successor, proposed = successors(1000, [0.9, 0.2], torch.Generator().manual_seed(5))
+    agrees = successor == proposed
+    assert [int(agrees[:500].sum()), int(agrees[500:].sum())] == [450, 100]
+    assert sorted(walk(successor, 3, 500)) == list(range(500))
+    assert sorted(walk(successor, 700, 500)) == list(range(500, 1000))
+    assert sorted(proposed.tolist()) == list(range(1000))
+
+
+def test_or_take_turns_in_one_cycle():
+    successor, proposed = successors(1000, [0.9, 0.2], torch.Generator().manual_seed(5), turns_after=50)
+    tokens = walk(successor, 0, 1000)
+    assert sorted(tokens) == list(range(1000))
+    is_first = [token < 500 for token in tokens]
+    changes = [i for i in range(1, 1000) if is_first[i] != is_first[i - 1]]
+    assert all(after - before == 50 for before, after in itertools.pairwise(changes))
+    assert int((successor == proposed)[:500].sum()) == 450
 
 
 def test_whatever_is_made_of_it_says_synthetic(pair):
@@ -95,6 +123,10 @@ def test_shapes_are_configurations_and_can_be_scaled(name):
         ({"draft": "qwen3"}, "draft='qwen3' is unknown; allowed: "),
         ({"draft": "Llama-3.2-1B"}, "draft='Llama-3.2-1B' has another vocabulary than target='Qwen3-8B'"),
         ({"acceptance": 1.2}, "acceptance=1.2 must be a number from 0 to 1"),
+        ({"acceptance": []}, "acceptance=[] must be a number from 0 to 1, or several"),
+        ({"acceptance": (0.5, -1)}, "acceptance=(0.5, -1) must be a number from 0 to 1, or several"),
+        ({"turns_after": 9}, "turns_after=9 must be an int >= 1, beside several acceptances"),
+        ({"acceptance": (0.5, 1), "turns_after": 0}, "turns_after=0 must be an int >= 1"),
         ({"acceptance": "0.8"}, "acceptance='0.8' must be a number from 0 to 1"),
         ({"scale": 0}, "scale=0 must be an int from 1 to 64"),
         ({"scale": 2.0}, "scale=2.0 must be an int from 1 to 64"),
