@@ -32,12 +32,13 @@ BUDGET = 2.0  # seconds that a probe may take
 # Rows that are timed, in this order while there is time: kernels work in tiles, and what lies between is not linear.
 ROWS = (1, 8, 16, 32, 64, 2, 4, 128, 256, 512, *range(3, 32), *range(36, 64, 4), *range(72, 128, 8), 192, 384)
 _REPETITIONS = 4  # of which the quickest counts
+_SWEEPS = 24
 _CONTEXT = 256  # tokens, of the pass that says what reading KV takes
-_SEQUENCES = 8  # of the passes that say what sequences and their KV take
+_SEQUENCES = 16  # of the passes that say what sequences and their KV take
 _STEP_SECONDS = 3e-4  # besides the passes, until it has been seen
 _PROPOSAL_SECONDS = 2e-4
 _BYTES_PER_SECOND = 1e10  # of weights, where nothing can be measured
-_VERSION = 4  # of what is kept
+_VERSION = 6  # of what is kept
 
 
 def get_planner(
@@ -109,18 +110,21 @@ def _pass_seconds(
     def left() -> float:
         return budget - (time.perf_counter() - start)
 
-    run(_batch(runner, 1, 1, 0))  # there may be something to build
-    seconds: dict[int, float] = {}
     longest = min(_CONTEXT, runner.kv_cache.num_slots, runner.model.max_model_len)  # of a sequence
+    batches: dict[int, RaggedBatch] = {}
+    seconds: dict[int, float] = {}
+    run(_batch(runner, 1, 1, 0))  # there may be something to build
     for rows in dict.fromkeys(n for n in ROWS if n <= max(8, most_rows)):
-        expected = max(seconds.values(), default=0.0)
-        if len(seconds) >= 2 and left() < 2 * expected:
+        if len(seconds) >= 2 and left() < 2 * max(seconds.values()):
             break
-        batch = _batch(runner, 1, rows, 0) if rows <= longest else _batch(runner, rows, 1, 0)
-        seconds[rows] = run(batch)
-        for _ in range(_REPETITIONS):
-            if left() > 4 * expected:
-                seconds[rows] = min(seconds[rows], run(batch))
+        batches[rows] = _batch(runner, 1, rows, 0) if rows <= longest else _batch(runner, rows, 1, 0)
+        seconds[rows] = run(batches[rows])
+    # Again and again in turn, as what is in the way comes in bursts; of passes that take long, less often.
+    for sweep in range(_SWEEPS):
+        for rows in sorted(seconds):
+            is_quick = (2 + sweep) * seconds[rows] < budget / 16
+            if is_quick and left() > budget / 4:
+                seconds[rows] = min(seconds[rows], run(batches[rows]))
 
     def difference(larger: tuple[int, int, int], smaller: tuple[int, int, int]) -> float:
         """Of passes of so many sequences, rows of each and tokens of KV, in turn; 0 where there is no time for them."""
@@ -146,10 +150,11 @@ def _pass_seconds(
 
 
 def _batch(runner: ModelRunner, num_seqs: int, num_rows: int, context_len: int) -> RaggedBatch:
-    """Sequences of so many rows each, which read the same KV: what it holds is nobody's."""
+    """Sequences of so many rows each, on KV of their own as far as there is some: what it holds is nobody's."""
     cache = runner.kv_cache
-    blocks = range(1, 1 - (-(context_len + num_rows) // cache.block_size))
-    rows = [RaggedRow([1] * num_rows, context_len, blocks, num_rows)] * num_seqs
+    each = -(-(context_len + num_rows) // cache.block_size)
+    firsts = [1 + i * each % (cache.num_blocks - each + 1) for i in range(num_seqs)]
+    rows = [RaggedRow([1] * num_rows, context_len, range(first, first + each), num_rows) for first in firsts]
     return pack(rows, cache.block_size, runner.model.device, cache.block_stride)
 
 
