@@ -47,15 +47,19 @@ class DraftModelDrafter:
         others = [row for row in rows if row.num_draft_tokens == 0 and not row.looks_back]
         passes = [self._packed(chunk) for chunk in self._chunks([*drafting, *looking, *others])]
         drafts = [NO_DRAFT] * len(sampling.requests)
+        if not drafting and not looking:
+            for batch in passes:
+                self.runner.forward(batch)
+            return []
         if not drafting:
-            argmax = [self._argmax(batch) for batch in passes]
-            return self._looked_back(drafts, looking, argmax)
+            return self._looked_back(drafts, looking, [self._argmax(batch) for batch in passes])
         cache = self.runner.kv_cache
         steps = DraftSteps(drafting, cache.block_size, self.runner.model.device, cache.block_stride)
         if sampling.takes_argmax:
             drafted = self._greedy(passes, steps)
             looked = drafted[0].token_ids[len(drafting) :]
-            drafted[0] = DraftedTokens(*(values[: len(drafting)] for values in drafted[0]))
+            if looking:
+                drafted[0] = DraftedTokens(*(values[: len(drafting)] for values in drafted[0]))
             steps.drafts(drafted, drafts)
         else:
             logits = torch.cat([self._logits(batch) for batch in passes])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from typing import Any
 
 from specpaged.drafting.base import DraftRow
 from specpaged.drafting.draft import NO_DRAFT, Draft
@@ -13,6 +16,8 @@ from specpaged.paging.page_table import DRAFT
 from specpaged.speculation.acceptance import logits_of
 from specpaged.speculation.controller import Candidate, Controller, Plan
 from specpaged.speculation.cost_model import PassShape
+
+logger = logging.getLogger("specpaged")
 
 _NOTHING: tuple[Draft, list[float]] = (NO_DRAFT, [])
 _OFTEN, _SELDOM = 100, 8  # steps
@@ -43,14 +48,14 @@ class DraftPlanner:
             Candidate(sequence, sequence.max_draft_tokens, _lag(sequence), sequence.num_tokens)
             for sequence in sequences
         ]
-        return self.controller.plan(self._candidates)
+        return self._ask(self.controller.plan, self._candidates, otherwise=Plan([0] * len(sequences)))
 
     def select(self, sequences: SequenceOf[Sequence], drafts: SequenceOf[Draft]) -> list[Draft]:
         """As much of each sequence's draft as is to be verified. The whole of it waits for its outcome."""
         proposals = {sequence: (draft, evidence_of(draft)) for sequence, draft in zip(sequences, drafts, strict=True)}
         self._proposals = proposals
         evidence = [proposals.get(candidate.sequence, _NOTHING)[1] for candidate in self._candidates]
-        selected = self.controller.select(self._candidates, evidence)
+        selected = self._ask(self.controller.select, self._candidates, evidence, otherwise=[*map(len, evidence)])
         counts = {candidate.sequence: count for candidate, count in zip(self._candidates, selected, strict=True)}
         return [draft.cut(counts[sequence]) for sequence, draft in zip(sequences, drafts, strict=True)]
 
@@ -58,7 +63,7 @@ class DraftPlanner:
         """What would have been drafted in place of the sequence's last tokens, up to the newest one."""
         came = sequence.token_ids[sequence.num_tokens - len(proposed) :]
         for token_id, came_id in zip(proposed, came, strict=True):
-            self.controller.observe_drafts(sequence, [token_id == came_id])
+            self._ask(self.controller.observe_drafts, sequence, [token_id == came_id])
 
     def committed(self, sequence: Sequence, token_ids: SequenceOf[int]) -> None:
         """These tokens stand behind what was proposed: the outcome of as many drafts, verified or not."""
@@ -70,7 +75,7 @@ class DraftPlanner:
                 outcomes.append(drafted == came)
                 if drafted != came:
                     break
-            self.controller.observe_drafts(sequence, outcomes, evidence)
+            self._ask(self.controller.observe_drafts, sequence, outcomes, evidence)
 
     def begin(self) -> None:
         """The target's pass begins."""
@@ -88,7 +93,7 @@ class DraftPlanner:
             num_rows = len(entries) + sum(len(entry.draft) for entry in entries)
             self._mean_context = sum(entry.context_len for entry in entries) / len(entries)
             shape = PassShape(num_rows, len(entries), self._mean_context)
-            self.controller.observe_target(shape, now - self._ended)
+            self._ask(self.controller.observe_target, shape, now - self._ended)
         self._ended = now
 
     def proposed(self, rows: SequenceOf[DraftRow], drafts: SequenceOf[Draft], seconds: float) -> None:
@@ -99,19 +104,28 @@ class DraftPlanner:
         widths = [sum(count > depth for count in num_drafted) for depth in range(1, max(num_drafted, default=0))]
         passes = [PassShape(sum(len(row.token_ids) for row in rows), len(rows), self._mean_context)]
         passes += [PassShape(width, width, self._mean_context) for width in widths]
-        self.controller.observe_proposal(passes, seconds)
+        self._ask(self.controller.observe_proposal, passes, seconds)
 
     def end(self, proposal_seconds: float) -> None:
         """The step has proposed, or not, and nothing follows it that is not the next one's."""
         now = time.perf_counter()
         if self._ended is not None and self._tells:
-            self.controller.observe_rest(self._rest_seconds + now - self._ended - proposal_seconds)
+            self._ask(self.controller.observe_rest, self._rest_seconds + now - self._ended - proposal_seconds)
         self._ended = now
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence has ended, or given up its KV."""
         self._proposals.pop(sequence, None)
-        self.controller.forget(sequence)
+        self._ask(self.controller.forget, sequence)
+
+    @staticmethod
+    def _ask(question: Callable[..., Any], *arguments: Any, otherwise: Any = None) -> Any:
+        """The controller's answer. Whatever it decides, outputs are the same: nobody fails for it."""
+        try:
+            return question(*arguments)
+        except Exception:
+            logger.warning("the controller of drafts failed:", exc_info=True)
+            return otherwise
 
 
 def evidence_of(draft: Draft) -> list[float]:

@@ -100,7 +100,7 @@ def _drafts(
         drafts = step.drafter.propose(rows, sampling, plan.stop_rule)
     except IntegrityError:
         raise
-    except Exception:
+    except Exception:  # whatever is drafted, outputs are the same: nobody ends for it
         step.metrics.failed_proposals += 1
         logger.warning("a proposal of %d sequences failed; they have no drafts:", len(rows), exc_info=True)
         for row in rows:

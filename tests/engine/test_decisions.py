@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import pytest
 
@@ -122,6 +123,25 @@ def test_auto_decides_by_measured_costs_and_decodes_as_without_drafts(tokenizer_
     assert len(list(tmp_path.glob("costs-*.json"))) == 1
     assert "decided in every step" in str(llm.report)
     assert llm.engine.speculative_step.planner.controller.num_requests == 0
+
+
+def test_nobody_fails_for_a_controller_that_does(toy_pair, monkeypatch, caplog):
+    prompts = toys.prompts(4)
+    expected = token_ids(generate(make_llm(toy_pair, k=0), prompts, PARAMS[0]))
+    llm = make_llm(toy_pair, speculative={"num_speculative_tokens": "auto"})
+    whim = with_whim(llm, 3)
+
+    def failing(honest, *arguments):
+        if whim.rng.random() < 0.3:
+            raise KeyError("whim")
+        return honest(*arguments)
+
+    for name in ("plan", "select", "observe_drafts", "forget", "observe_target"):
+        monkeypatch.setattr(whim, name, partial(failing, getattr(whim, name)), raising=False)
+    assert token_ids(generate(llm, prompts, PARAMS[0])) == expected
+    assert llm.metrics.draft_tokens > 0
+    assert llm.metrics.failed_steps == 0
+    assert "controller of drafts failed" in caplog.text
 
 
 def test_auto_is_refused_where_layouts_are_compared(toy_pair):
