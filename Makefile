@@ -1,6 +1,7 @@
 # make install  set up .venv        make demo   decode the sample prompts, plain and speculative
 # make test     run the tests       make lint   ruff, formatting included
 # make bench    benchmarks          make bench-rollback   what rolling back costs, with a picture in OUT
+# make bench-adaptive  decisions of every step beside every fixed K, on pairs of every kind, with 1 and 2 threads
 # make sanitize the C++ kernels' tests under the address and undefined-behaviour sanitizers
 # make install-vllm  vLLM for CPUs beside it (make test does so)
 # make test-oldest                  the tests on the oldest supported versions, without vLLM
@@ -15,7 +16,7 @@ VLLM ?= $(if $(filter Linux-x86_64,$(shell uname -sm | tr ' ' -)),install-vllm)
 TORCH_INDEX_URL ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org/whl/cpu)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: install install-vllm demo test variants lint format bench bench-rollback sanitize test-oldest clean
+.PHONY: install install-vllm demo test variants lint format bench bench-rollback bench-adaptive sanitize test-oldest clean
 
 install: $(VENV)/.installed
 
@@ -54,6 +55,12 @@ bench: install
 
 bench-rollback: install
 	$(BIN)/python -m pytest benchmarks/test_rollback.py --benchmark-only --benchmark-quiet --durations 0 -q -s --out $(OUT)
+
+# Without the B at which the least is to be seen: half an hour. What is in OUT is not measured again.
+bench-adaptive: install
+	for threads in 1 2; do \
+	  $(BIN)/python -m benchmarks.adaptive --threads $$threads --batch-sizes 1,8,32 --ks 1,2,3,5 --out $(OUT)/adaptive; \
+	done
 
 # Leaks are not looked for, as Python has its own; nor is memory limited, which the sanitizers need themselves.
 sanitize: install

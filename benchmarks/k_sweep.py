@@ -8,7 +8,6 @@ from typing import Any
 
 from benchmarks.contenders import OUTPUT_LEN
 from benchmarks.ours import Ours
-from specpaged.speculative_config import SpeculativeConfig
 
 MOST_DRAFTS = 8
 
@@ -31,14 +30,13 @@ class KSweep:
         self.speeds.append({k: run.tokens_per_second for k, run in runs.items()})
 
     def summary(self) -> dict[str, Any]:
-        """Each K's ratio to K = 0, the best K, and what the default is."""
+        """Each K's ratio to K = 0, and the best K."""
         over_plain = {}
         for k in range(MOST_DRAFTS + 1):
             ratios = [speeds[k] / speeds[0] for speeds in self.speeds]
             over_plain[str(k)] = {name: round(of(ratios), 3) for name, of in STATISTICS.items()}
         best = max(range(MOST_DRAFTS + 1), key=lambda k: over_plain[str(k)]["median"])
-        default = SpeculativeConfig().resolved("cpu").num_draft_tokens(self.batch_size)
-        return {"over_plain": over_plain, "best": best, "default": default}
+        return {"over_plain": over_plain, "best": best}
 
 
 STATISTICS = {"median": median, "min": min, "max": max}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from specpaged import LLM, SamplingParams
@@ -14,6 +15,7 @@ from specpaged.metrics import EngineMetrics
 MAX_MODEL_LEN = 512
 MAX_NUM_SEQS = 128
 MAX_NUM_BATCHED_TOKENS = 2048
+_DECIDING = ("plan", "select", "look_back", "committed", "begin", "scored", "proposed", "end", "forget")
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,8 @@ class Run:
     seconds: float
     metrics: EngineMetrics | None = None  # of this run alone; None for transformers
     forward_seconds: float | None = None  # in the models' passes, both of them
+    deciding_seconds: float = 0.0  # in what decides how much to draft, and learns from it
+    latencies: list[float] = field(default_factory=list)  # seconds, of each prompt
 
     @property
     def tokens_per_second(self) -> float:
@@ -33,10 +37,11 @@ class Run:
 class Ours:
     """One loaded engine. K = 0 has no draft model at all: it is the plain path."""
 
-    def __init__(self, name: str, numerics: str, output_len: int, **speculative: Any):
+    def __init__(self, name: str, numerics: str, output_len: int, target: str | None = None, **speculative: Any):
         self.name = name
         self.numerics = numerics
         self.llm = LLM(
+            target,
             speculative_config=speculative,
             numerics=numerics,
             dtype="float32",
@@ -45,51 +50,104 @@ class Ours:
             max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
         )
         self.params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False)
-        self.forward_seconds = 0.0
-        self._in_forward = False
-        for runner in (self.llm.engine.target, self.llm.engine.draft):
-            for name in ("forward", "greedy_steps") if runner is not None else ():
-                setattr(runner, name, self._clocked(getattr(runner, name)))
+        self.forward_seconds = self.deciding_seconds = 0.0
+        self._is_clocked = False
+        engine = self.llm.engine
+        for runner in (engine.target, engine.draft):
+            self._clock(runner, ("forward", "greedy_steps"), "forward_seconds")
+        self._clock(engine.speculative_step.planner, _DECIDING, "deciding_seconds")
 
-    def _clocked(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Adds the time of a call to forward_seconds, unless it is part of another such call."""
+    def _clock(self, owner: object | None, names: Sequence[str], seconds: str) -> None:
+        """Add the time of these calls to an attribute of ours, but of those that are part of another such call."""
+        for name in names if owner is not None else ():
+            setattr(owner, name, self._clocked(getattr(owner, name), seconds))
 
+    def _clocked(self, function: Callable[..., Any], seconds: str) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:
-            if self._in_forward:
+            if self._is_clocked:
                 return function(*arguments, **options)
-            self._in_forward = True
+            self._is_clocked = True
             start = time.perf_counter()
             try:
                 return function(*arguments, **options)
             finally:
-                self._in_forward = False
-                self.forward_seconds += time.perf_counter() - start
+                self._is_clocked = False
+                setattr(self, seconds, getattr(self, seconds) + time.perf_counter() - start)
 
         return call
 
     def num_draft_tokens(self, batch_size: int) -> int:
-        """K with this many sequences running."""
-        return self.llm.config.speculative_config.num_draft_tokens(batch_size)
+        """K with this many sequences running; 0 where it is decided in every step."""
+        speculative = self.llm.config.speculative_config
+        return 0 if speculative.is_adaptive else speculative.num_draft_tokens(batch_size)
 
     def prepare(self, batch_size: int) -> None:
         """Nothing depends on B: max_num_seqs is the largest one."""
 
     def run(self, prompts: Sequence[Sequence[int]], batch_size: int, k: int | None = None) -> Run:
         """See Contender; `k` is the requests' own K, at most the engine's."""
-        engine = self.llm.engine
-        engine.reset_metrics()
-        self.forward_seconds = 0.0
-        params = self.params if k is None else replace(self.params, extra_args={"num_speculative_tokens": k})
-        waiting = deque(enumerate(prompts))
-        token_ids: dict[str, list[int]] = {}
-        start = time.perf_counter()
-        while waiting or engine.has_unfinished_requests:
-            while waiting and len(engine.requests) < batch_size:
-                index, prompt = waiting.popleft()
-                engine.add_request(str(index), prompt, params)
-            for output in engine.step():
-                token_ids[output.request_id] = output.outputs[0].token_ids
-        seconds = time.perf_counter() - start
+        stint = Stint(self, prompts, batch_size, k)
+        while not stint.is_done:
+            stint.go_on(math.inf)
+        return stint.run()
+
+
+class Stint:
+    """An engine's way through some prompts, at most B at a time, that can be interrupted between two steps.
+
+    Contenders that take turns of a tenth of a second see the same machine: noise that lasts longer hits all of them.
+    """
+
+    def __init__(self, ours: Ours, prompts: Sequence[Sequence[int]], batch_size: int, k: int | None = None):
+        self.ours = ours
+        self.batch_size = batch_size
+        self.params = ours.params if k is None else replace(ours.params, extra_args={"num_speculative_tokens": k})
+        self.token_ids: list[list[int]] = [[] for _ in prompts]
+        self.latencies: list[float] = [0.0] * len(prompts)  # seconds of each request, on the stint's own clock
+        self.seconds = 0.0
+        self._waiting = deque(enumerate(prompts))
+        ours.llm.engine.reset_metrics()
+        ours.forward_seconds = ours.deciding_seconds = 0.0
+
+    @property
+    def is_done(self) -> bool:
+        return not self._waiting and not self.ours.llm.engine.has_unfinished_requests
+
+    def go_on(self, seconds: float) -> None:
+        """Step for so long, or to the end."""
+        engine, waiting = self.ours.llm.engine, self._waiting
+        start = now = time.perf_counter()
+        while now - start < seconds and not self.is_done:
+            for _ in range(self.num_admitted(len(engine.requests))):
+                if waiting:
+                    index, prompt = waiting.popleft()
+                    engine.add_request(str(index), prompt, self.params_of(index))
+                    self.latencies[index] -= self.seconds + now - start
+            outputs = engine.step()
+            now = time.perf_counter()
+            for output in outputs:
+                index = int(output.request_id)
+                self.token_ids[index] = output.outputs[0].token_ids
+                self.latencies[index] += self.seconds + now - start
+        self.seconds += now - start
+
+    def num_admitted(self, num_running: int) -> int:
+        """How many requests come now, with so many in the engine."""
+        return self.batch_size - num_running
+
+    def params_of(self, index: int) -> SamplingParams:
+        """Of a request."""
+        return self.params
+
+    def run(self) -> Run:
+        """What came of it, once it is done."""
+        engine = self.ours.llm.engine
         engine.check_integrity()
-        in_order = [token_ids[str(i)] for i in range(len(prompts))]
-        return Run(in_order, seconds, engine.metrics, self.forward_seconds)
+        return Run(
+            self.token_ids,
+            self.seconds,
+            engine.metrics,
+            self.ours.forward_seconds,
+            self.ours.deciding_seconds,
+            self.latencies,
+        )

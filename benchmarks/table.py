@@ -38,11 +38,11 @@ def print_tables(results: dict[str, Any]) -> None:
 def _sweep(sweep: dict[str, Any]) -> Table:
     table = Table(title="speculative exact / K = 0, by K", caption="one engine, medians of the rounds' ratios")
     ks = next(iter(sweep.values()))["over_plain"]
-    for column in ("B", *(f"K = {k}" for k in ks), "best", "default"):
+    for column in ("B", *(f"K = {k}" for k in ks), "best"):
         table.add_column(column, justify="right")
     for batch_size, entry in sweep.items():
         ratios = (f"{ratio['median']:.2f}" for ratio in entry["over_plain"].values())
-        table.add_row(batch_size, *ratios, str(entry["best"]), str(entry["default"]))
+        table.add_row(batch_size, *ratios, str(entry["best"]))
     return table
 
 

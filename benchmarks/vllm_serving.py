@@ -22,21 +22,25 @@ from typing import Annotated, Any
 import typer
 
 CONTENDERS = ("vllm plain", "vllm draft_model", "vllm ngram", "ours plain", "ours draft_model", "ours ngram")
+# Ours, which decides in every step, beside every K: a number behind the method is a fixed one.
+DECISIONS = ("ours plain", "ours draft_model 1", "ours draft_model 2", "ours draft_model 4", "ours draft_model")
 MAX_MODEL_LEN = 512
+_RATIOS = ("over_vllm", "over_vllm_plain", "over_plain")
 KV_BYTES = 512 << 20
 
 
-def engine_arguments(contender: str, num_speculative_tokens: int, max_num_seqs: int) -> dict[str, Any]:
+def engine_arguments(contender: str, job: dict[str, Any]) -> dict[str, Any]:
     """Of vLLM, for one contender."""
-    from specpaged.config import EMBEDDED_DRAFT, EMBEDDED_TARGET
     from specpaged.vllm_plugin import WORKER_CLS
 
-    worker, method = contender.split()
+    worker, method, *fixed = contender.split()
+    num_speculative_tokens = int(fixed[0]) if fixed else job["num_speculative_tokens"]
     arguments: dict[str, Any] = {
-        "model": EMBEDDED_TARGET,
+        "model": job["target"],
+        "skip_tokenizer_init": job["prompts"] is not None,
         "dtype": "float32",
         "max_model_len": MAX_MODEL_LEN,
-        "max_num_seqs": max_num_seqs,
+        "max_num_seqs": max(job["concurrency"]),
         "kv_cache_memory_bytes": KV_BYTES,
         "enable_prefix_caching": False,
     }
@@ -44,8 +48,10 @@ def engine_arguments(contender: str, num_speculative_tokens: int, max_num_seqs: 
         arguments["worker_cls"] = WORKER_CLS
     if method == "draft_model":
         arguments["speculative_config"] = {
-            "method": method, "model": EMBEDDED_DRAFT, "num_speculative_tokens": num_speculative_tokens
+            "method": method, "model": job["draft"], "num_speculative_tokens": num_speculative_tokens
         }  # fmt: skip
+        if fixed:
+            arguments["additional_config"] = {"specpaged": {"adaptive": False}}
     elif method == "ngram":
         arguments["speculative_config"] = {
             "method": method, "num_speculative_tokens": num_speculative_tokens, "prompt_lookup_min": 2,
@@ -66,13 +72,19 @@ async def serve(job: dict[str, Any]) -> dict[str, Any]:
 
     from specpaged.prompts import load_prompts
 
-    prompts = [record.text for record in load_prompts(None)]
+    if job["prompts"] is None:
+        prompts = [record.text for record in load_prompts(None)]
+    else:
+        prompts = [{"prompt_token_ids": token_ids} for token_ids in job["prompts"]]
     prompts = [prompts[i % len(prompts)] for i in range(job["num_prompts"])]
     levels = job["concurrency"]
-    arguments = engine_arguments(job["contender"], job["num_speculative_tokens"], max(levels))
-    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(job["contender"], job)))
     params = SamplingParams(
-        temperature=0, max_tokens=job["max_tokens"], ignore_eos=True, output_kind=RequestOutputKind.DELTA
+        temperature=0,
+        max_tokens=job["max_tokens"],
+        ignore_eos=True,
+        output_kind=RequestOutputKind.DELTA,
+        detokenize=job["prompts"] is None,
     )
 
     async def complete(i: int, prompt: str, room: asyncio.Semaphore) -> dict[str, Any]:
@@ -146,8 +158,9 @@ def run_contender(job: dict[str, Any], threads: int) -> dict[str, Any]:
 def summary(rounds: list[dict[str, dict[str, Any]]], levels: list[int]) -> list[dict[str, Any]]:
     """A row for each concurrency and contender: medians of the rounds, and ratios taken within a round."""
     rows = []
+    contenders = list(rounds[0])
     for level in map(str, levels):
-        for contender in CONTENDERS:
+        for contender in contenders:
             runs = [of_round[contender][level] for of_round in rounds]
             speeds = [run["tokens_per_second"] for run in runs]
             row = {"concurrency": int(level), "contender": contender, "min": min(speeds), "max": max(speeds)}
@@ -156,12 +169,15 @@ def summary(rounds: list[dict[str, dict[str, Any]]], levels: list[int]) -> list[
             row["acceptance"] = runs[0]["acceptance"]
             row["our_steps"] = median(run["our_steps"] for run in runs) if runs[0]["our_steps"] is not None else None
             method = contender.split()[1]
-            for name, other in (("over_vllm", f"vllm {method}"), ("over_vllm_plain", "vllm plain")):
+            for name, other in (
+                ("over_vllm", f"vllm {method}"), ("over_vllm_plain", "vllm plain"), ("over_plain", "ours plain")
+            ):  # fmt: skip
                 ratios = [
                     run["tokens_per_second"] / of_round[other][level]["tokens_per_second"]
                     for run, of_round in zip(runs, rounds, strict=True)
+                    if other in of_round
                 ]
-                row[name] = median(ratios)
+                row[name] = median(ratios) if ratios else None
             plain = rounds[0]["ours plain"][level]["token_ids"]
             row["identical"] = sum(a == b for a, b in zip(runs[0]["token_ids"], plain, strict=True))
             rows.append(row)
@@ -178,16 +194,18 @@ def print_table(rows: list[dict[str, Any]], num_prompts: int) -> None:
         caption="medians of the rounds, ratios within a round; between: of tokens, those of one chunk share its time; "
         f"our steps: share of the time, the rest is vLLM's; identical: outputs of {num_prompts} equal to ours plain",
     )
-    for name in ("at once", "worker", "tokens/s", "min-max", "x vllm's", "x vllm plain", "first ms", "between P50",
-                 "P99 ms", "accepted", "our steps", "identical"):  # fmt: skip
+    for name in ("at once", "worker", "tokens/s", "min-max", "x vllm's", "x vllm plain", "x ours plain", "first ms",
+                 "between P50", "P99 ms", "accepted", "our steps", "identical"):  # fmt: skip
         table.add_column(name, justify="left" if name == "worker" else "right")
+    contenders = {row["contender"] for row in rows}
     for i, row in enumerate(rows):
+        ratios = ("" if row[name] is None else f"{row[name]:.2f}" for name in _RATIOS)
         accepted, our_steps = ("" if row[name] is None else f"{row[name]:.1%}" for name in ("acceptance", "our_steps"))
         table.add_row(
             str(row["concurrency"]), row["contender"], f"{row['tokens_per_second']:.0f}",
-            f"{row['min']:.0f}-{row['max']:.0f}", f"{row['over_vllm']:.2f}", f"{row['over_vllm_plain']:.2f}",
+            f"{row['min']:.0f}-{row['max']:.0f}", *ratios,
             f"{row['first_token_ms']:.1f}", f"{row['between_p50_ms']:.2f}", f"{row['between_p99_ms']:.2f}", accepted,
-            our_steps, str(row["identical"]), end_section=(i + 1) % len(CONTENDERS) == 0,
+            our_steps, str(row["identical"]), end_section=(i + 1) % len(contenders) == 0,
         )  # fmt: skip
     Console(width=140).print(table)
 
@@ -201,7 +219,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
     figure, axes = plt.subplots(figsize=(9, 4.5), layout="constrained")
     levels = list(dict.fromkeys(row["concurrency"] for row in rows))
-    for offset, contender in enumerate(CONTENDERS):
+    for offset, contender in enumerate(dict.fromkeys(row["contender"] for row in rows)):
         own = [row for row in rows if row["contender"] == contender]
         places = [i + (offset - 2.5) * 0.13 for i in range(len(levels))]
         spans = [[row["tokens_per_second"] - row["min"] for row in own],
@@ -217,7 +235,9 @@ def main(
     concurrency: str = typer.Option("1,8,32", help="Requests at once, with commas between them."),
     num_prompts: int = typer.Option(64, min=1, help="The embedded prompts, repeated."),
     max_tokens: int = typer.Option(128, min=2, help="Of each output; nothing ends one earlier."),
-    num_speculative_tokens: int = typer.Option(4, min=1, help="Draft tokens per round."),
+    num_speculative_tokens: int = typer.Option(4, min=1, help="Draft tokens per round; with ours, at most."),
+    decisions: bool = typer.Option(False, help="Our worker alone: plain, K = 1, 2, 4, and decided in every step."),
+    pair: str = typer.Option("embedded", help="Or a synthetic one, by its name in benchmarks/adaptive/pairs.py."),
     rounds: int = typer.Option(3, min=1, help="Turns of every contender."),
     threads: int = typer.Option(1, min=1, help="CPU threads of a pass."),
     out: Annotated[Path | None, typer.Option(help="A folder for the JSON and the picture.")] = None,
@@ -229,6 +249,7 @@ def main(
         return
     from tqdm import tqdm
 
+    from benchmarks.adaptive.pairs import make_pair
     from benchmarks.environment import environment
 
     levels = [int(level) for level in concurrency.split(",")]
@@ -237,16 +258,22 @@ def main(
         "num_prompts": num_prompts,
         "max_tokens": max_tokens,
         "num_speculative_tokens": num_speculative_tokens,
+        "pair": pair,
     }
+    contenders = DECISIONS if decisions else CONTENDERS
     played: list[dict[str, dict[str, Any]]] = []
-    with tqdm(total=rounds * len(CONTENDERS), unit="run") as bar:
+    with TemporaryDirectory() as folder, tqdm(total=rounds * len(contenders), unit="run") as bar:
+        made = make_pair(pair, Path(folder), num_prompts)
+        prompts = None if pair == "embedded" else made.prompts  # those of random models are token ids
+        job_of_all = settings | {"target": made.target, "draft": made.speculative["model"], "prompts": prompts}
         for i in range(rounds):
-            of_round = {}
-            for contender in [*CONTENDERS[i % 6 :], *CONTENDERS[: i % 6]]:
+            of_round: dict[str, dict[str, Any]] = {}
+            first = i % len(contenders)
+            for contender in [*contenders[first:], *contenders[:first]]:
                 bar.set_description(contender)
-                of_round[contender] = run_contender(settings | {"contender": contender}, threads)
+                of_round[contender] = run_contender(job_of_all | {"contender": contender}, threads)
                 bar.update()
-            played.append(of_round)
+            played.append({contender: of_round[contender] for contender in contenders})
     rows = summary(played, levels)
     print_table(rows, num_prompts)
     results = environment(threads) | {"study": "vllm_serving", "settings": settings | {"rounds": rounds}, "rows": rows}

@@ -100,9 +100,11 @@ class EngineConfig:
         check_choice("rollback", self.rollback, ROLLBACKS)
         check_bool("sort_by_length", self.sort_by_length)
         is_for_studies = self.schedule != "continuous" or self.rollback != "truncate"
-        if is_for_studies and self.speculative_config is not None and self.speculative_config.is_adaptive:
+        speculative = self.speculative_config
+        if is_for_studies and speculative is not None and speculative.decides:
+            name = "selection" if speculative.selection == "tetris" else "num_speculative_tokens"
             raise ValueError(
-                "speculative_config['num_speculative_tokens']='auto' is for schedule='continuous' and "
+                f"speculative_config[{name!r}]={getattr(speculative, name)!r} is for schedule='continuous' and "
                 f"rollback='truncate' alone; schedule={self.schedule!r}, rollback={self.rollback!r}"
             )
         if self.schedule != "exspec":

@@ -26,6 +26,7 @@ from specpaged.paging.kv_cache import KVCache
 from specpaged.research import kv_memory as dense_kv_memory
 from specpaged.research.build import dense_layout, scheduler_of
 from specpaged.sampling_params import SamplingParams
+from specpaged.speculation.cost_model import CostModel
 from specpaged.speculative_config import SpeculativeConfig
 
 logger = logging.getLogger("specpaged")
@@ -65,6 +66,7 @@ class LLM:
         self.config = config
         self.tokenizer = pair.tokenizer
         vocabulary = Vocabulary(pair.vocab_size, pair.eos_token_ids, pair.tokenizer)
+        planner = get_planner(config, target, draft, drafter)
         self.engine = Engine(
             config,
             vocabulary,
@@ -73,11 +75,17 @@ class LLM:
             drafter,
             scheduler_of(config),
             _kv_layout(config, caches),
-            get_planner(config, target, draft, drafter),
+            planner,
         )
-        self.report = StartupReport.of(config, target, draft)
+        self.report = StartupReport.of(config, target, draft, self.costs)
         logger.info("%s", self.report)
         self._num_requests = 0
+
+    @property
+    def costs(self) -> CostModel | None:
+        """What passes take on this machine, as decisions of how much to draft have it now; None where none are made."""
+        planner = self.engine.speculative_step.planner
+        return None if planner is None else planner.costs
 
     def generate(
         self,
@@ -258,7 +266,11 @@ def _engine_config(
             "{'model': ..., 'num_speculative_tokens': 5}"
         )
     if speculative_config is not None:
-        speculative_config = speculative_config.resolved(engine_arguments.get("device", "cpu"))
+        is_for_studies = (
+            engine_arguments.get("schedule", "continuous") != "continuous"
+            or engine_arguments.get("rollback", "truncate") != "truncate"
+        )
+        speculative_config = speculative_config.resolved(engine_arguments.get("device", "cpu"), is_for_studies)
     if speculative_config is not None and speculative_config.model is None and speculative_config.method != "ngram":
         if not embedded and speculative_config.max_draft_tokens > 0:
             raise ValueError(

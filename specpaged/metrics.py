@@ -121,6 +121,7 @@ class EngineMetrics(DraftCounters):
     copying: for rollback, to be read by attention ("gathered"), and for the layout's own sake ("other"). Grouped rounds
     ran several sequences of one length, fallback rounds several of any: EXSPEC's. Failed steps raised: one is run
     anew, a second one without a token between them is the caller's; requests without drafts have lost them to a NaN.
+    Proposed tokens were drafted, whether or not they were selected to be verified.
     """
 
     steps: int = 0
@@ -146,6 +147,7 @@ class EngineMetrics(DraftCounters):
     filler_rows: int = 0
     failed_steps: int = 0
     failed_proposals: int = 0
+    proposed_tokens: int = 0
     requests_without_drafts: int = 0
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
 
@@ -156,6 +158,13 @@ class EngineMetrics(DraftCounters):
         per_position.extend([0] * (num_draft_tokens - len(per_position)))
         for position in range(num_accepted):
             per_position[position] += 1
+
+    @property
+    def token_efficiency(self) -> float | None:
+        """Accepted / drafted tokens, verified or not; None where nothing was drafted. See `acceptance_rate` for those
+        that were verified, which TETRIS calls the verification success rate.
+        """
+        return self.accepted_tokens / self.proposed_tokens if self.proposed_tokens else None
 
     def record_blocks(self, num_held: int) -> None:
         """The blocks that sequences hold in this step."""
@@ -178,5 +187,6 @@ class EngineMetrics(DraftCounters):
 
     def as_dict(self) -> dict:
         """Plain data, with the derived rates."""
-        rates = {"acceptance_rate": self.acceptance_rate, "mean_acceptance_length": self.mean_acceptance_length}
+        names = ("acceptance_rate", "mean_acceptance_length", "token_efficiency")
+        rates = {name: getattr(self, name) for name in names}
         return asdict(self) | rates

@@ -11,12 +11,13 @@ from specpaged.config import NUMERICS
 
 MAX_ADAPTIVE_DRAFT_TOKENS = 8  # that an adaptive drafter goes deep, where a user names no maximum
 METHODS = ("draft_model", "ngram")
+SELECTIONS = ("adaptive", "tetris")
 VERIFICATIONS = ("greedy", "coupled", "rejection")
 DEFAULT_PROMPT_LOOKUP = 5  # as in vLLM
+DEFAULT_TETRIS_EXTRA = 2
 
-# K by the number of running sequences, [first, last, K], where a user says nothing, by device. A verify pass that is
-# bound by the weights' bytes costs what a plain step costs; one that is bound by arithmetic costs more with each row.
-# On a CPU that begins at some 10 rows, on a GPU at some hundreds. The CPU's are measured, on the embedded pair (`make
+# K by the number of running sequences, [first, last, K], by device, where a user says nothing and nothing is decided
+# while running: under the schedules and rollbacks of studies. The CPU's are measured, on the embedded pair (`make
 # bench` sweeps K); the GPU's are not.
 DEFAULT_NUM_SPECULATIVE_TOKENS = {
     "cpu": ((1, 3, 5), (4, 128, 2)),
@@ -31,20 +32,26 @@ class SpeculativeConfig:
     `method` "ngram" is prompt lookup: no model drafts, and the last `prompt_lookup_max` tokens, or fewer, down to
     `prompt_lookup_min`, are looked for in what came before (5 by default; one of them said alone serves for both).
     `numerics` is the draft's own: only the target decides tokens, so a fast draft costs nothing in exactness.
-    `num_speculative_tokens` is K at every batch size; with "auto" it is decided in every step, from measured cost and
-    acceptance. `num_speculative_tokens_per_batch_size` holds [first, last, K] ranges of the number of running sequences
-    instead (vLLM's form); a batch size in no range gets K = 0. With neither, `resolved` puts in the ranges of
-    DEFAULT_NUM_SPECULATIVE_TOKENS for a device, as `LLM` does.
+    `num_speculative_tokens` is K at every batch size; with "auto", the default, it is decided in every step, from
+    measured cost and acceptance, and is `max_num_speculative_tokens` at most (8 by default).
+    `num_speculative_tokens_per_batch_size` holds [first, last, K] ranges of the number of running sequences instead
+    (vLLM's form); a batch size in no range gets K = 0. Where none of these is said, `resolved` says it, as `LLM` does.
+    `selection` "tetris" is TETRIS as published (S. Wu et al., 2502.15197): `num_speculative_tokens` and
+    `tetris_extra_proposals` more (2 by default) are drafted for each of B sequences, and the likeliest of all, B times
+    `num_speculative_tokens`, are verified.
     """
 
     model: str | None = None
     method: str = "draft_model"
     num_speculative_tokens: int | str | None = None
+    max_num_speculative_tokens: int | None = None
     num_speculative_tokens_per_batch_size: Sequence[Sequence[int]] | None = None
     numerics: str = "fast"
     verification: str = "coupled"
     prompt_lookup_min: int | None = None
     prompt_lookup_max: int | None = None
+    selection: str = "adaptive"
+    tetris_extra_proposals: int | None = None
 
     def __post_init__(self) -> None:
         check_choice("speculative_config['method']", self.method, METHODS)
@@ -53,9 +60,41 @@ class SpeculativeConfig:
         check_choice("speculative_config['verification']", self.verification, VERIFICATIONS)
         if self.num_speculative_tokens not in (None, "auto"):
             check_int("speculative_config['num_speculative_tokens']", self.num_speculative_tokens, 0)
+        self._check_decisions()
         _check_ranges(
             "speculative_config['num_speculative_tokens_per_batch_size']", self.num_speculative_tokens_per_batch_size
         )
+
+    def _check_decisions(self) -> None:
+        check_choice("speculative_config['selection']", self.selection, SELECTIONS)
+        most = self.max_num_speculative_tokens
+        if most is not None:
+            check_int("speculative_config['max_num_speculative_tokens']", most, 0)
+            if self._says_k and not self.is_adaptive:
+                raise ValueError(
+                    f"speculative_config['max_num_speculative_tokens']={most!r} is for num_speculative_tokens='auto' "
+                    f"alone; num_speculative_tokens={self.num_speculative_tokens!r}"
+                )
+        if self.selection != "tetris":
+            if self.tetris_extra_proposals is not None:
+                raise ValueError(
+                    f"speculative_config['tetris_extra_proposals']={self.tetris_extra_proposals!r} is for selection "
+                    f"'tetris' alone; selection={self.selection!r}"
+                )
+            return
+        if isinstance(self.num_speculative_tokens, str | None) or self.num_speculative_tokens_per_batch_size:
+            raise ValueError(
+                "speculative_config['selection']='tetris' needs num_speculative_tokens as an int; it is "
+                f"{self.num_speculative_tokens!r}"
+            )
+        if self.verification == "rejection":
+            raise ValueError(
+                "speculative_config['selection']='tetris' changes what rejection sampling draws; allowed beside it: "
+                "verification='coupled' or 'greedy'"
+            )
+        if self.tetris_extra_proposals is None:
+            object.__setattr__(self, "tetris_extra_proposals", DEFAULT_TETRIS_EXTRA)
+        check_int("speculative_config['tetris_extra_proposals']", self.tetris_extra_proposals, 0)
 
     def _check_prompt_lookup(self) -> None:
         names = ("prompt_lookup_min", "prompt_lookup_max")
@@ -96,10 +135,14 @@ class SpeculativeConfig:
                 raise ValueError(f"speculative_config has no key {key!r}; allowed: {', '.join(known)}")
         return cls(**config)
 
-    def resolved(self, device: str) -> SpeculativeConfig:
-        """The configuration with K said for every batch size, on a device such as "cpu" or "cuda:1"."""
+    def resolved(self, device: str = "cpu", is_for_studies: bool = False) -> SpeculativeConfig:
+        """The configuration with K said: decided in every step, or for studies by batch size, on a device such as "cpu"
+        or "cuda:1".
+        """
         if self._says_k:
             return self
+        if not is_for_studies:
+            return replace(self, num_speculative_tokens="auto")
         kind = "cuda" if str(device).startswith("cuda") else "cpu"
         return replace(self, num_speculative_tokens_per_batch_size=DEFAULT_NUM_SPECULATIVE_TOKENS[kind])
 
@@ -109,12 +152,17 @@ class SpeculativeConfig:
         return self.num_speculative_tokens == "auto"
 
     @property
+    def decides(self) -> bool:
+        """Whether it is decided while running what is drafted or verified."""
+        return self.is_adaptive or self.selection == "tetris"
+
+    @property
     def _says_k(self) -> bool:
         return self.num_speculative_tokens is not None or self.num_speculative_tokens_per_batch_size is not None
 
     def _check_says_k(self) -> None:
         if not self._says_k:
-            raise ValueError("speculative_config says no K: use SpeculativeConfig.resolved(device), as LLM does")
+            raise ValueError("speculative_config says no K: use SpeculativeConfig.resolved(), as LLM does")
 
     def num_draft_tokens(self, batch_size: int) -> int:
         """K for a step of `batch_size` running sequences: the largest one, where it is decided in every step.
@@ -122,8 +170,8 @@ class SpeculativeConfig:
         ValueError if the configuration is not resolved.
         """
         self._check_says_k()
-        if self.is_adaptive:
-            return MAX_ADAPTIVE_DRAFT_TOKENS
+        if self.is_adaptive or self.selection == "tetris":
+            return self.max_draft_tokens
         if self.num_speculative_tokens_per_batch_size is None:
             return self.num_speculative_tokens
         for first, last, k in self.num_speculative_tokens_per_batch_size:
@@ -136,9 +184,10 @@ class SpeculativeConfig:
         """The largest K that any batch size can ask for. ValueError if the configuration is not resolved."""
         self._check_says_k()
         if self.is_adaptive:
-            return MAX_ADAPTIVE_DRAFT_TOKENS
+            most = self.max_num_speculative_tokens
+            return MAX_ADAPTIVE_DRAFT_TOKENS if most is None else most
         if self.num_speculative_tokens_per_batch_size is None:
-            return self.num_speculative_tokens
+            return self.num_speculative_tokens + (self.tetris_extra_proposals or 0)
         return max((k for _, _, k in self.num_speculative_tokens_per_batch_size), default=0)
 
 

@@ -274,6 +274,27 @@ K = "speculative_config['num_speculative_tokens']"
         ({"num_speculative_tokens": 2.0}, f"{K}=2.0 must be an int >= 0"),
         ({"num_speculative_tokens": True}, f"{K}=True must be an int >= 0"),
         ({"num_speculative_tokens": "5"}, f"{K}='5' must be an int >= 0"),
+        (
+            {"max_num_speculative_tokens": 4},
+            "speculative_config['max_num_speculative_tokens']=4 is for num_speculative_tokens='auto' alone; ",
+        ),
+        (
+            {"num_speculative_tokens": "auto", "max_num_speculative_tokens": -1},
+            "speculative_config['max_num_speculative_tokens']=-1 must be an int >= 0",
+        ),
+        ({"selection": "best"}, "speculative_config['selection']='best' is not known; allowed: 'adaptive', 'tetris'"),
+        (
+            {"selection": "tetris", "num_speculative_tokens": "auto"},
+            "speculative_config['selection']='tetris' needs num_speculative_tokens as an int; it is 'auto'",
+        ),
+        (
+            {"tetris_extra_proposals": 1},
+            "speculative_config['tetris_extra_proposals']=1 is for selection 'tetris' alone; selection='adaptive'",
+        ),
+        (
+            {"selection": "tetris", "verification": "rejection"},
+            "speculative_config['selection']='tetris' changes what rejection sampling draws; allowed beside it: ",
+        ),
         ({"method": "eagle"}, "speculative_config['method']='eagle' is not known; allowed: 'draft_model'"),
         ({"method": None}, "speculative_config['method']=None is not known; allowed: 'draft_model'"),
         ({"numerics": "sloppy"}, "speculative_config['numerics']='sloppy' is not known; allowed: 'exact', 'fast'"),

@@ -42,7 +42,10 @@ CONTROL_PLANE = [
     "specpaged.speculation.controller",
     "specpaged.speculation.cost_model",
     "specpaged.speculation.selection",
+    "specpaged.speculation.step_times",
     "specpaged.speculation.stop_rule",
+    "specpaged.speculation.tetris",
+    "specpaged.speculation.trials",
     "specpaged.speculative_config",
 ]
 

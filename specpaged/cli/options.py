@@ -22,7 +22,7 @@ K = Annotated[
     typer.Option(
         "--num-speculative-tokens",
         min=0,
-        help="Draft tokens per round; 0: plain decoding. Default: by the number of running sequences.",
+        help="Draft tokens per round; 0: plain decoding. Default: decided in every step.",
     ),
 ]
 MaxNumSeqs = Annotated[int, typer.Option(min=1, help="Sequences in a batch.")]

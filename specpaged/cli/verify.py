@@ -100,13 +100,17 @@ def _print_verdict(job: Job, runs: Sequence[Run], mismatches: Sequence[Any]) -> 
     table = Table("run", "tokens/s", "against the first", "acceptance", "mean acceptance length")
     metrics = job.llm.metrics
     for run in runs:
-        speculative = run.label.startswith("speculative")
+        acceptance = length = ""
+        if run.label.startswith("speculative"):
+            # A controller that has decided against drafting is right if that is quicker.
+            acceptance = rate(metrics.acceptance_rate, ".1%") if metrics.drafts else "decided not to draft"
+            length = rate(metrics.mean_acceptance_length, ".2f")
         table.add_row(
             run.label,
             f"{run.tokens_per_second:.0f}",
             f"{run.tokens_per_second / runs[0].tokens_per_second:.2f}x",
-            rate(metrics.acceptance_rate, ".1%") if speculative else "",
-            rate(metrics.mean_acceptance_length, ".2f") if speculative else "",
+            acceptance,
+            length,
         )
     console.print(table)
     if mismatches:

@@ -127,8 +127,9 @@ class Job:
         batch = f"batch of {self.llm.config.max_num_seqs}"
         if not self.llm.engine.max_draft_tokens:
             return f"plain, {batch}"
-        k = self.llm.config.speculative_config.num_speculative_tokens
-        return f"speculative, {batch}, K = {k}" if k else f"speculative, {batch}, K by its size"
+        speculative = self.llm.config.speculative_config
+        k = "as decided in every step" if speculative.is_adaptive else f"= {speculative.num_speculative_tokens}"
+        return f"speculative, {batch}, K {k}"
 
     def run(self, label: str, params: Sequence[SamplingParams] | None = None) -> Run:
         """Decode the prompts in batches, with a progress bar."""

@@ -23,7 +23,8 @@ class DraftRow:
     `token_ids` are the known tokens, in order, that the drafter has not seen (KV missing in its pool from
     `context_len` on); `blocks` covers them and `num_draft_tokens - 1` slots more. With `num_draft_tokens` = 0
     the drafter only catches up; otherwise `request_idx` is the sequence's index in the sampling batch. With
-    `looks_back` it has one, too, and the drafter says what it would have drafted behind each of `token_ids`.
+    `num_looked_back` it has one, too, and the drafter says what it would have drafted behind so many of `token_ids`,
+    the last ones.
 
     A drafter that reads the target gets the hidden states of the known tokens that the target has just run, in every
     step that the sequence goes on from, whether or not it drafts or has tokens to catch up with: of those at positions
@@ -43,7 +44,7 @@ class DraftRow:
     request_idx: int
     hidden_states: HiddenStates | None = None
     hidden_position: int = 0
-    looks_back: bool = False
+    num_looked_back: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,7 @@ class Drafter(Protocol):
 
     hidden_states: HiddenStatesRequest | None  # what it reads of the target
     looks_back: bool  # whether it can say what it would have drafted
+    stops: bool  # whether it heeds a stop rule
 
     def propose(
         self, rows: Sequence[DraftRow], sampling: SamplingBatch, stop_rule: StopRule | None = None
@@ -71,9 +73,9 @@ class Drafter(Protocol):
         """A draft for each sequence of `sampling`, in its order, by the rows that name them in `request_idx`.
 
         Each has as many tokens as its row asks for, or fewer, or none; with a `stop_rule`, whose rows are those that
-        draft, in order, none goes deeper than it says. Of a row that looks back it has a token for each of `token_ids`.
-        The drafter's KV of all rows is brought up to date: afterwards its pool holds KV for `token_ids` of every row,
-        then for the draft's tokens but the last.
+        draft, in order, none goes deeper than it says. Of a row that looks back it has `num_looked_back` tokens. The
+        drafter's KV of all rows is brought up to date: afterwards its pool holds KV for `token_ids` of every row, then
+        for the draft's tokens but the last.
         """
         ...
 

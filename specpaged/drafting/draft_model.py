@@ -38,42 +38,56 @@ class DraftModelDrafter:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.with_probs = with_probs
 
+    @property
+    @override
+    def stops(self) -> bool:
+        """Where it decodes greedily, in one call: nobody waits for a device to know."""
+        return self.runner.greedy_steps_in_one_call(1)
+
     @override
     def propose(
         self, rows: Sequence[DraftRow], sampling: SamplingBatch, stop_rule: StopRule | None = None
     ) -> list[Draft]:
         drafting = [row for row in rows if row.num_draft_tokens > 0]
-        looking = [row for row in rows if row.looks_back]
-        others = [row for row in rows if row.num_draft_tokens == 0 and not row.looks_back]
+        looking = [row for row in rows if row.num_looked_back]
+        others = [row for row in rows if row.num_draft_tokens == 0 and not row.num_looked_back]
         passes = [self._packed(chunk) for chunk in self._chunks([*drafting, *looking, *others])]
         drafts = [NO_DRAFT] * len(sampling.requests)
         if not drafting and not looking:
             for batch in passes:
                 self.runner.forward(batch)
-            return []
+            return drafts
         if not drafting:
-            return self._looked_back(drafts, looking, [self._argmax(batch) for batch in passes])
+            if sampling.takes_argmax:
+                looked = torch.cat([self._argmax(batch) for batch in passes])
+            else:
+                looked = self._sampled_back(torch.cat([self._logits(batch) for batch in passes]), looking, sampling)
+            return self._looked_back(drafts, looking, looked)
         cache = self.runner.kv_cache
         steps = DraftSteps(drafting, cache.block_size, self.runner.model.device, cache.block_stride)
         if sampling.takes_argmax:
-            drafted = self._greedy(passes, steps)
+            # Its rows are those that were planned to draft: some may have had no room.
+            rule = stop_rule if stop_rule is not None and len(stop_rule.leads) == len(drafting) else None
+            drafted = self._greedy(passes, steps, rule)
             looked = drafted[0].token_ids[len(drafting) :]
             if looking:
                 drafted[0] = DraftedTokens(*(values[: len(drafting)] for values in drafted[0]))
             steps.drafts(drafted, drafts)
         else:
             logits = torch.cat([self._logits(batch) for batch in passes])
-            looked = logits[len(drafting) :].argmax(dim=-1)
+            looked = self._sampled_back(logits[len(drafting) :], looking, sampling)
             self._sample(logits[: len(drafting)], steps, sampling, drafts)
-        return self._looked_back(drafts, looking, [looked])
+        return self._looked_back(drafts, looking, looked)
 
     @override
     def forget(self, sequence: Hashable) -> None:
         pass  # its KV is the page table's
 
-    def _greedy(self, passes: Sequence[RaggedBatch], steps: DraftSteps) -> list[DraftedTokens]:
+    def _greedy(
+        self, passes: Sequence[RaggedBatch], steps: DraftSteps, stop_rule: StopRule | None
+    ) -> list[DraftedTokens]:
         """The tokens of each step. Nothing is asked of the host between the passes."""
-        first_rows = len(steps.request_idx[0])
+        first_rows, rule = len(steps.request_idx[0]), None
         if len(passes) > 1:  # rows of the first step are in several of them
             first_of_passes = [self.runner.greedy_steps([batch], [None], self.vocab_size)[0] for batch in passes]
             first = DraftedTokens(*map(torch.cat, zip(*first_of_passes, strict=True)))
@@ -85,12 +99,13 @@ class DraftModelDrafter:
             drafted, next_step = [first], 2
         else:
             batches, drafted, next_step = [passes[0]], [], 1
+            rule = stop_rule  # from the first step on, or not at all
         # A batch's own tokens are those of the pass before it.
         batches += [steps.batch(step, batches[0].token_ids) for step in range(next_step, len(steps))]
         source_idx = [None, *steps.source_idx[next_step:]]
         if next_step == 1 < len(source_idx) and source_idx[1] is None and passes[0].logits_idx.numel() > first_rows:
             source_idx[1] = upload(torch.arange(first_rows), self.runner.model.device)  # not of those who look back
-        return drafted + self.runner.greedy_steps(batches, source_idx, self.vocab_size)
+        return drafted + self.runner.greedy_steps(batches, source_idx, self.vocab_size, rule)
 
     def _sample(self, logits: Tensor, steps: DraftSteps, sampling: SamplingBatch, drafts: list[Draft]) -> None:
         """Put in the drafts of a proposal whose first step has these logits [rows, V]."""
@@ -118,12 +133,22 @@ class DraftModelDrafter:
             for i in steps.request_idx[0]:
                 drafts[i] = replace(drafts[i], probs=torch.stack(probs[i]))
 
-    def _looked_back(self, drafts: list[Draft], looking: Sequence[DraftRow], argmax: Sequence[Tensor]) -> list[Draft]:
-        """The drafts with what the rows that look back would have drafted: the argmax of each of their tokens."""
+    def _sampled_back(self, logits: Tensor, looking: Sequence[DraftRow], sampling: SamplingBatch) -> Tensor:
+        """[M] int64: what would have been sampled of these rows, which meet the noise of the tokens that came there.
+
+        Penalties see all tokens of the sequence, those behind a row, too: it is but a guess of how drafts fare.
+        """
+        request_idx = [row.request_idx for row in looking for _ in range(row.num_looked_back)]
+        seen = [-back for row in looking for back in range(row.num_looked_back, 0, -1)]
+        processed = sampling.process(logits, request_idx, seen, [()] * len(sampling.requests))
+        return sampling.sample(processed, request_idx, seen)[0] if request_idx else logits.new_zeros(0)
+
+    def _looked_back(self, drafts: list[Draft], looking: Sequence[DraftRow], looked: Tensor) -> list[Draft]:
+        """The drafts with what the rows that look back would have drafted behind each of their last tokens."""
         if looking:
-            token_ids = iter(torch.cat(list(argmax)).tolist())
+            token_ids = iter(looked.tolist())
             for row in looking:
-                drafts[row.request_idx] = Draft([next(token_ids) for _ in row.token_ids])
+                drafts[row.request_idx] = Draft([next(token_ids) for _ in range(row.num_looked_back)])
         return drafts
 
     def _argmax(self, batch: RaggedBatch) -> Tensor:
@@ -150,8 +175,8 @@ class DraftModelDrafter:
                     budget = self.max_num_batched_tokens
                 end = min(num_tokens, start + budget)
                 num_logits = int(end == num_tokens and row.num_draft_tokens > 0)
-                if row.looks_back:
-                    num_logits = end - start
+                if row.num_looked_back:
+                    num_logits = max(0, end - max(start, num_tokens - row.num_looked_back))
                 chunks[-1].append(RaggedRow(row.token_ids[start:end], row.context_len + start, row.blocks, num_logits))
                 budget -= end - start
                 start = end

@@ -22,6 +22,7 @@ class NgramDrafter:
 
     hidden_states = None
     looks_back = False
+    stops = False
 
     def __init__(self, prompt_lookup_min: int, prompt_lookup_max: int):
         self.prompt_lookup_min = prompt_lookup_min

@@ -11,47 +11,75 @@ import os
 import platform
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import zip_longest
 from pathlib import Path
+from statistics import mean, median
 
 import torch
+from torch import Tensor
 
 from specpaged.config import EngineConfig
-from specpaged.drafting.base import Drafter
+from specpaged.drafting.base import Drafter, DraftRow
+from specpaged.drafting.draft_model import DraftModelDrafter
 from specpaged.engine.draft_planner import DraftPlanner
 from specpaged.modeling.model_runner import ModelRunner
 from specpaged.modeling.ragged_batch import RaggedBatch, RaggedRow, pack
+from specpaged.sampling.batch import SamplingBatch
+from specpaged.sampling.request import SamplingRequest
+from specpaged.sampling_params import SamplingParams
 from specpaged.speculation.adaptive import AdaptiveController
 from specpaged.speculation.cost_model import CostModel, PassSeconds
+from specpaged.speculation.tetris import TetrisController
 from specpaged_kernels import limits
 from specpaged_kernels.cpu.build import cache_folder
 
 logger = logging.getLogger("specpaged")
 
+Shape = tuple[int, int, int]  # sequences, rows of each, and tokens of KV of each before them
+
 BUDGET = 2.0  # seconds that a probe may take
-# Rows that are timed, in this order while there is time: kernels work in tiles, and what lies between is not linear.
-ROWS = (1, 8, 16, 32, 64, 2, 4, 128, 256, 512, *range(3, 32), *range(36, 64, 4), *range(72, 128, 8), 192, 384)
-_REPETITIONS = 4  # of which the quickest counts
-_SWEEPS = 24
+# Rows that are timed, in this order while there is time: kernels work in tiles, and few rows are not on a line.
+ROWS = (1, 8, 16, 32, 64, 2, 4, 6, 128, 256, 512, 3, 5, 7, 12, 24, 48, 96, 9, 20, 40, 192)
+_SWEEPS = 40
 _CONTEXT = 256  # tokens, of the pass that says what reading KV takes
-_SEQUENCES = 16  # of the passes that say what sequences and their KV take
-_STEP_SECONDS = 3e-4  # besides the passes, until it has been seen
-_PROPOSAL_SECONDS = 2e-4
+_SEQUENCES = 32  # at most, of the passes that say what sequences and their KV take
+_KINDS = (1, 4)  # rows of each of them
+_KINDS_OF_DRAFTS = (1,)  # whose sequences have a row each
+_FEW = 8  # sequences, whose proposals take a time that hardly depends on how many they are
+_FURTHER = 3  # passes of a proposal behind its first one, timed together
+_GREEDY = SamplingRequest(SamplingParams(temperature=0), 0, (), ())
+# Besides the passes, until it has been seen: of a step and each of its sequences, of a proposal and each of those.
+_STEP_SECONDS, _SEQUENCE_SECONDS = 2e-4, 1.5e-5
+_PROPOSAL_SECONDS, _DRAFTING_SECONDS = 1.5e-4, 5e-5
+_OF_SEQUENCES = {"seconds_per_drafting": _DRAFTING_SECONDS, "seconds_per_sequence": _SEQUENCE_SECONDS}
+_CACHES = 64 << 20  # bytes: of weights that caches may hold
+_OTHERS = 16 << 20  # bytes: of what is read between two passes of the target, as KV is
 _BYTES_PER_SECOND = 1e10  # of weights, where nothing can be measured
-_VERSION = 6  # of what is kept
+_VERSION = 15  # of what is kept
 
 
 def get_planner(
-    config: EngineConfig, target: ModelRunner, draft: ModelRunner | None, drafter: Drafter | None
+    config: EngineConfig,
+    target: ModelRunner,
+    draft: ModelRunner | None,
+    drafter: Drafter | None,
+    may_probe: bool = True,
 ) -> DraftPlanner | None:
-    """Who decides how much is drafted, with measured costs; None where nothing is, or a configuration says it."""
+    """Who decides how much is drafted and verified; None where nothing is drafted, or a configuration says it.
+
+    Costs are measured if they `may_probe`: not where several ranks have to run each pass together.
+    """
     speculative = config.speculative_config
-    if speculative is None or drafter is None or not speculative.is_adaptive:
+    if speculative is None or drafter is None or not speculative.decides:
         return None
+    if speculative.selection == "tetris":
+        return DraftPlanner(TetrisController(speculative.num_speculative_tokens, speculative.tetris_extra_proposals))
     most_rows = config.max_num_seqs * (1 + speculative.max_draft_tokens)
-    costs = measured_costs(target, draft, most_rows)
+    costs = measured_costs(target, draft, most_rows) if may_probe else guessed_costs(target, draft)
     by_evidence = speculative.verification != "rejection"
-    return DraftPlanner(AdaptiveController(costs, by_evidence, looks_back=drafter.looks_back, stops=False))
+    return DraftPlanner(AdaptiveController(costs, by_evidence, drafter.looks_back, drafter.stops))
 
 
 def measured_costs(target: ModelRunner, draft: ModelRunner | None, most_rows: int) -> CostModel:
@@ -75,21 +103,37 @@ def measured_costs(target: ModelRunner, draft: ModelRunner | None, most_rows: in
 
 
 def probe(target: ModelRunner, draft: ModelRunner | None, most_rows: int, budget: float) -> CostModel:
-    """The costs of a pair's passes, measured now within `budget` seconds, two thirds of them for the target."""
+    """The costs of a pair's passes, measured now within `budget` seconds.
+
+    Both models by turns, pass by pass: what is in the way comes in bursts, while what passes take beside each other
+    decides. Of its weights the target does not find all in the caches, as behind a pass that has read KV.
+    """
     start = time.perf_counter()
-    share = budget if draft is None else budget * 2 / 3
-    of_target = _pass_seconds(target, most_rows, share, lambda batch: _forward(target, batch))
+
+    def left(share: float = 1.0) -> float:
+        return share * budget - (time.perf_counter() - start)
+
+    first_seconds: dict[int, list[float]] = {}  # that a proposal for so many takes besides its passes
+    size = _OTHERS // 4 if target.model.device.type == "cpu" and target.model.weight_bytes < _CACHES else 0
+    timers = [_PassTimer(target, most_rows, partial(_forward, target, torch.ones(size)))]
+    if draft is not None:
+        drafter = DraftModelDrafter(draft, draft.model.vocab_size, 1 << 30, with_probs=False)
+        timers.append(_PassTimer(draft, most_rows, partial(_drafted, drafter, first_seconds), _KINDS_OF_DRAFTS))
+    for share, timer in zip((0.4, 0.6), timers, strict=False):
+        timer.begin(partial(left, share))
+    for sweep in range(_SWEEPS):
+        for shapes in zip_longest(*(timer.quick(budget / (2 + sweep)) for timer in timers)):
+            for timer, shape in zip(timers, shapes, strict=True):
+                if shape is not None and left() > 0:
+                    timer.again(shape)
+    passes = [timer.pass_seconds() for timer in timers]
     if draft is None:
-        return CostModel(of_target, None, _PROPOSAL_SECONDS / 10, _STEP_SECONDS)
-
-    def drafted(batch: RaggedBatch) -> float:
-        """A pass of several in one call, as proposals make them."""
-        one, four = (_steps(draft, batch, num_passes) for num_passes in (1, 4))
-        return max((four - one) / 3, one / 8)
-
-    left = budget - (time.perf_counter() - start)
-    of_draft = _pass_seconds(draft, most_rows, left, drafted)
-    return CostModel(of_target, of_draft, _PROPOSAL_SECONDS, _STEP_SECONDS)
+        return CostModel(passes[0], None, _PROPOSAL_SECONDS / 10, _STEP_SECONDS, **_OF_SEQUENCES)
+    of_num_seqs = {num_seqs: median(seconds) for num_seqs, seconds in first_seconds.items()}
+    first = median(seconds for num_seqs, seconds in of_num_seqs.items() if num_seqs <= _FEW)
+    others = [(seconds - first) / num_seqs for num_seqs, seconds in of_num_seqs.items() if num_seqs > _FEW]
+    of_sequences = _OF_SEQUENCES | {"seconds_per_drafting": _DRAFTING_SECONDS + max(0.0, median(others or [0.0]))}
+    return CostModel(*passes, _PROPOSAL_SECONDS + first, _STEP_SECONDS, **of_sequences)
 
 
 def guessed_costs(target: ModelRunner, draft: ModelRunner | None) -> CostModel:
@@ -98,76 +142,118 @@ def guessed_costs(target: ModelRunner, draft: ModelRunner | None) -> CostModel:
     for runner in (target, draft):
         seconds = 0.0 if runner is None else runner.model.weight_bytes / _BYTES_PER_SECOND
         passes.append(PassSeconds([1, 10, 20], [seconds, seconds, 2 * seconds]) if seconds else None)
-    return CostModel(*passes, _PROPOSAL_SECONDS, _STEP_SECONDS)
+    return CostModel(*passes, _PROPOSAL_SECONDS, _STEP_SECONDS, **_OF_SEQUENCES)
 
 
-def _pass_seconds(
-    runner: ModelRunner, most_rows: int, budget: float, run: Callable[[RaggedBatch], float]
-) -> PassSeconds:
-    """Seconds by rows, of as many row counts as the budget has time for, but two at least."""
-    start = time.perf_counter()
+class _PassTimer:
+    """The usual seconds of one model's passes, by shape: memory is not always as quick as it can be.
 
-    def left() -> float:
-        return budget - (time.perf_counter() - start)
+    Rows are of one sequence, where it may have several.
+    """
 
-    longest = min(_CONTEXT, runner.kv_cache.num_slots, runner.model.max_model_len)  # of a sequence
-    batches: dict[int, RaggedBatch] = {}
-    seconds: dict[int, float] = {}
-    run(_batch(runner, 1, 1, 0))  # there may be something to build
-    for rows in dict.fromkeys(n for n in ROWS if n <= max(8, most_rows)):
-        if len(seconds) >= 2 and left() < 2 * max(seconds.values()):
-            break
-        batches[rows] = _batch(runner, 1, rows, 0) if rows <= longest else _batch(runner, rows, 1, 0)
-        seconds[rows] = run(batches[rows])
-    # Again and again in turn, as what is in the way comes in bursts; of passes that take long, less often.
-    for sweep in range(_SWEEPS):
-        for rows in sorted(seconds):
-            is_quick = (2 + sweep) * seconds[rows] < budget / 16
-            if is_quick and left() > budget / 4:
-                seconds[rows] = min(seconds[rows], run(batches[rows]))
+    def __init__(
+        self,
+        runner: ModelRunner,
+        most_rows: int,
+        run: Callable[[list[RaggedRow]], float],
+        kinds: Sequence[int] = _KINDS,
+    ):
+        self.runner = runner
+        self.run = run
+        longest = min(_CONTEXT, runner.kv_cache.num_slots, runner.model.max_model_len)  # of a sequence
+        together = longest if len(kinds) > 1 else 0
+        self.of_rows = [(1, n, 0) if n <= together else (n, 1, 0) for n in ROWS if n <= max(8, most_rows)]
+        context = longest - max(_KINDS)
+        self.num_seqs = next(n for n in (_SEQUENCES, 16, 8, 4, 2) if n <= max(2, most_rows // 4))
+        self.of_sequences = [(self.num_seqs, n, c) for n in kinds for c in (0, context) if context > 0]
+        self.shapes = [*self.of_rows[:3], *self.of_sequences, *self.of_rows[3:]]
+        self._measured: dict[Shape, list[float]] = {}
 
-    def difference(larger: tuple[int, int, int], smaller: tuple[int, int, int]) -> float:
-        """Of passes of so many sequences, rows of each and tokens of KV, in turn; 0 where there is no time for them."""
-        if left() < 4 * (1 + _REPETITIONS) * seconds[min(seconds, key=lambda rows: abs(rows - larger[0] * larger[1]))]:
-            return 0.0
-        pair = [_batch(runner, *shape) for shape in (larger, smaller)]
-        timed = [[run(batch) for batch in pair] for _ in range(1 + _REPETITIONS)]
-        slow, quick = map(min, zip(*timed, strict=True))
-        return max(0.0, slow - quick)
+    @property
+    def seconds(self) -> dict[Shape, float]:
+        """Medians, as yet."""
+        return {shape: median(values) for shape, values in self._measured.items()}
 
-    context = longest - _SEQUENCES
-    per_sequence = per_kv_token = per_row = 0.0
-    if context > 0:
-        per_sequence = difference((_SEQUENCES, 1, 0), (1, _SEQUENCES, 0)) / (_SEQUENCES - 1)
-        one_row = difference((_SEQUENCES, 1, context), (_SEQUENCES, 1, 0)) / (_SEQUENCES * context)
-        four_rows = difference((_SEQUENCES, 4, context), (_SEQUENCES, 4, 0)) / (_SEQUENCES * context)
-        per_row = min(one_row, max(0.0, four_rows - one_row) / 3)
-        per_kv_token = one_row - per_row
-    num_rows, quickest = sorted(seconds), math.inf
-    for rows in reversed(num_rows):  # more rows are never quicker: if they seem so, somebody was in the way
-        quickest = seconds[rows] = min(quickest, seconds[rows])
-    return PassSeconds(num_rows, [seconds[rows] for rows in num_rows], per_sequence, per_kv_token, per_row)
+    def begin(self, left: Callable[[], float]) -> None:
+        """Every shape once, as long as there is time; two of them in any case."""
+        self.run(_rows(self.runner, 1, 1, 0))  # there may be something to build
+        for shape in self.shapes:
+            if len(self._measured) >= 2 and left() < 2 * max(self.seconds.values()):
+                break
+            self.again(shape)
+
+    def again(self, shape: Shape) -> None:
+        """One of them once more."""
+        self._measured.setdefault(shape, []).append(self.run(_rows(self.runner, *shape)))
+
+    def quick(self, seconds: float) -> list[Shape]:
+        """Those of which several are done in this time; fewer of those whose differences are to be known."""
+        return sorted(
+            shape for shape, s in self.seconds.items() if s < seconds / (4 if shape in self.of_sequences else 16)
+        )
+
+    def pass_seconds(self) -> PassSeconds:
+        """What the shapes came to."""
+        of_shapes = self.seconds
+        by_rows = {n * each: s for (n, each, context), s in of_shapes.items() if (n, each, context) in self.of_rows}
+        num_rows = sorted(by_rows)
+        seconds = _rising([by_rows[rows] for rows in num_rows])
+        if not self.of_sequences or not all(shape in of_shapes for shape in self.of_sequences):
+            return PassSeconds(num_rows, seconds)
+        num_seqs = self.num_seqs
+        num_kv_tokens = num_seqs * self.of_sequences[-1][2]
+        pairs = zip(self.of_sequences[::2], self.of_sequences[1::2], strict=True)
+        of_kv = [max(0.0, of_shapes[with_kv] - of_shapes[without]) / num_kv_tokens for without, with_kv in pairs]
+        per_row = min(of_kv[0], max(0.0, of_kv[-1] - of_kv[0]) / (max(_KINDS) - 1))
+        together = of_shapes.get((1, num_seqs, 0), math.inf)
+        per_sequence = max(0.0, of_shapes[num_seqs, 1, 0] - together) / (num_seqs - 1)
+        return PassSeconds(num_rows, seconds, per_sequence, of_kv[0] - per_row, per_row)
 
 
-def _batch(runner: ModelRunner, num_seqs: int, num_rows: int, context_len: int) -> RaggedBatch:
+def _rising(seconds: Sequence[float]) -> list[float]:
+    """The nearest ones that never fall: more rows are never quicker, and if they seem so, somebody was in the way."""
+    runs: list[list[float]] = []
+    for value in seconds:
+        runs.append([value])
+        while len(runs) > 1 and mean(runs[-2]) > mean(runs[-1]):
+            runs[-2:] = [runs[-2] + runs[-1]]
+    return [mean(run) for run in runs for _ in run]
+
+
+def _rows(runner: ModelRunner, num_seqs: int, num_rows: int, context_len: int) -> list[RaggedRow]:
     """Sequences of so many rows each, on KV of their own as far as there is some: what it holds is nobody's."""
     cache = runner.kv_cache
-    each = -(-(context_len + num_rows) // cache.block_size)
+    each = -(-(context_len + max(num_rows, 1 + _FURTHER)) // cache.block_size)
     firsts = [1 + i * each % (cache.num_blocks - each + 1) for i in range(num_seqs)]
-    rows = [RaggedRow([1] * num_rows, context_len, range(first, first + each), num_rows) for first in firsts]
+    return [RaggedRow([1] * num_rows, context_len, range(first, first + each), num_rows) for first in firsts]
+
+
+def _packed(runner: ModelRunner, rows: list[RaggedRow]) -> RaggedBatch:
+    cache = runner.kv_cache
     return pack(rows, cache.block_size, runner.model.device, cache.block_stride)
 
 
-def _forward(runner: ModelRunner, batch: RaggedBatch) -> float:
+def _forward(runner: ModelRunner, others: Tensor, rows: list[RaggedRow]) -> float:
+    others.sum()  # they are in the caches now
     start = time.perf_counter()
-    runner.forward(batch, argmax_of=runner.model.vocab_size).argmax.token_ids.tolist()  # waits for the device
+    output = runner.forward(_packed(runner, rows), argmax_of=runner.model.vocab_size)
+    output.argmax.token_ids.tolist()  # waits for the device
     return time.perf_counter() - start
 
 
-def _steps(runner: ModelRunner, batch: RaggedBatch, num_passes: int) -> float:
+def _drafted(drafter: DraftModelDrafter, first_seconds: dict[int, list[float]], rows: list[RaggedRow]) -> float:
+    """A pass of several in one proposal."""
+    one, four = (_proposal(drafter, rows, num_drafts) for num_drafts in (1, 1 + _FURTHER))
+    seconds = max((four - one) / _FURTHER, one / 8)
+    first_seconds.setdefault(len(rows), []).append(max(0.0, one - seconds))
+    return seconds
+
+
+def _proposal(drafter: DraftModelDrafter, rows: list[RaggedRow], num_drafts: int) -> float:
     start = time.perf_counter()
-    drafted = runner.greedy_steps([batch] * num_passes, [None] * num_passes, runner.model.vocab_size)
-    drafted[-1].token_ids.tolist()
+    wanted = [DraftRow(i, row.token_ids, row.context_len, row.blocks, num_drafts, i) for i, row in enumerate(rows)]
+    sampling = SamplingBatch([_GREEDY] * len(rows), drafter.vocab_size, drafter.runner.model.device)
+    drafter.propose(wanted, sampling)
     return time.perf_counter() - start
 
 

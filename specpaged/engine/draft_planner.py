@@ -15,67 +15,85 @@ from specpaged.engine.sequence import Sequence
 from specpaged.paging.page_table import DRAFT
 from specpaged.speculation.acceptance import logits_of
 from specpaged.speculation.controller import Candidate, Controller, Plan
-from specpaged.speculation.cost_model import PassShape
+from specpaged.speculation.cost_model import CostModel, PassShape
 
 logger = logging.getLogger("specpaged")
 
-_NOTHING: tuple[Draft, list[float]] = (NO_DRAFT, [])
-_OFTEN, _SELDOM = 100, 8  # steps
+_OFTEN, _SELDOM = 64, 16  # steps
 _LONGEST_MATCH = 6  # of prompt lookup: longer ones say no more
 
 
 class DraftPlanner:
     """Asks a controller on behalf of a step, and tells it what drafts and passes came to.
 
-    Steps with a prefill tell nothing about time: their passes are of another kind. Of the others, after the first
-    hundred, every eighth one does: to listen takes time, too.
+    Steps with a prefill tell nothing about time: their passes are of another kind. Of the others all of the
+    first do, and then one of sixteen: to listen takes time, too. What came of drafts is told when next a plan is made,
+    all of it at once: between two passes of a model nothing of this is in the caches.
     """
 
     def __init__(self, controller: Controller):
         self.controller = controller
-        self._candidates: list[Candidate] = []  # of the last plan
-        # With their evidence; of which nobody knows yet what came of them.
-        self._proposals: dict[Sequence, tuple[Draft, list[float]]] = {}
+        self._sequences: list[Sequence] = []  # of the last plan
+        self._plan = Plan([])
+        self._age = 0  # steps since it was made
+        self._proposals: dict[Sequence, Draft] = {}  # of which nobody knows yet what came of them
+        self._outcomes: list[tuple[Sequence, Draft, SequenceOf[int]]] = []  # with what came in its place: to be told
         self._num_steps = 0
         self._tells = False  # whether the controller hears what this step takes
+        self._passes: list[PassShape] = []  # of its proposal
+        self._num_seqs = 0
         self._mean_context = 0.0
         self._rest_seconds = 0.0  # of this step, beside its passes
         self._ended: float | None = None  # when the last pass did
 
+    @property
+    def costs(self) -> CostModel | None:
+        """What passes take, as the controller knows it now; None of one that does not ask."""
+        return getattr(self.controller, "costs", None)
+
     def plan(self, sequences: SequenceOf[Sequence]) -> Plan:
         """How much to draft for each of the sequences, which go on, and at whose tokens to look back."""
-        self._candidates = [
-            Candidate(sequence, sequence.max_draft_tokens, _lag(sequence), sequence.num_tokens)
+        self._age += 1
+        if self._age < self._plan.num_steps and sequences == self._sequences:
+            return Plan(self._plan.num_draft_tokens, (), self._plan.stop_rule)
+        self._tell_outcomes()
+        candidates = [
+            Candidate(
+                sequence,
+                sequence.max_draft_tokens,
+                _lag(sequence),
+                num_unseen(sequence),
+                sequence.num_tokens,
+                _num_left(sequence),
+            )
             for sequence in sequences
         ]
-        return self._ask(self.controller.plan, self._candidates, otherwise=Plan([0] * len(sequences)))
+        age, self._age, self._sequences = self._age, 0, list(sequences)
+        self._plan = self._ask(self.controller.plan, candidates, age, otherwise=Plan([0] * len(sequences)))
+        return self._plan
 
     def select(self, sequences: SequenceOf[Sequence], drafts: SequenceOf[Draft]) -> list[Draft]:
         """As much of each sequence's draft as is to be verified. The whole of it waits for its outcome."""
-        proposals = {sequence: (draft, evidence_of(draft)) for sequence, draft in zip(sequences, drafts, strict=True)}
-        self._proposals = proposals
-        evidence = [proposals.get(candidate.sequence, _NOTHING)[1] for candidate in self._candidates]
-        selected = self._ask(self.controller.select, self._candidates, evidence, otherwise=[*map(len, evidence)])
-        counts = {candidate.sequence: count for candidate, count in zip(self._candidates, selected, strict=True)}
+        proposals = self._proposals = dict(zip(sequences, drafts, strict=True))
+        if not self._ask(self.controller.selects, otherwise=False):
+            return list(drafts)
+        evidence = [evidence_of(proposals.get(sequence, NO_DRAFT)) for sequence in self._sequences]
+        selected = self._ask(self.controller.select, self._sequences, evidence, otherwise=[*map(len, evidence)])
+        counts = dict(zip(self._sequences, selected, strict=True))
         return [draft.cut(counts[sequence]) for sequence, draft in zip(sequences, drafts, strict=True)]
 
     def look_back(self, sequence: Sequence, proposed: SequenceOf[int]) -> None:
-        """What would have been drafted in place of the sequence's last tokens, up to the newest one."""
+        """What would have been drafted in place of the sequence's last tokens of output, up to the newest one."""
         came = sequence.token_ids[sequence.num_tokens - len(proposed) :]
         for token_id, came_id in zip(proposed, came, strict=True):
-            self._ask(self.controller.observe_drafts, sequence, [token_id == came_id])
+            stood = token_id == came_id
+            self._ask(self.controller.observe_drafts, sequence, int(stood), int(not stood))
 
     def committed(self, sequence: Sequence, token_ids: SequenceOf[int]) -> None:
         """These tokens stand behind what was proposed: the outcome of as many drafts, verified or not."""
-        proposal = self._proposals.pop(sequence, None)
-        if proposal is not None:
-            draft, evidence = proposal
-            outcomes = []
-            for drafted, came in zip(draft.token_ids, token_ids, strict=False):
-                outcomes.append(drafted == came)
-                if drafted != came:
-                    break
-            self._ask(self.controller.observe_drafts, sequence, outcomes, evidence)
+        draft = self._proposals.pop(sequence, None)
+        if draft:
+            self._outcomes.append((sequence, draft, token_ids))
 
     def begin(self) -> None:
         """The target's pass begins."""
@@ -87,36 +105,51 @@ class DraftPlanner:
         """It has ended, over these entries."""
         now = time.perf_counter()
         self._num_steps += 1
-        self._tells = self._num_steps % (1 if self._num_steps < _OFTEN else _SELDOM) == 0
+        self._tells = self._plan.is_trial or self._num_steps % (1 if self._num_steps < _OFTEN else _SELDOM) == 0
         self._tells = self._tells and all(entry.num_new_tokens == 1 for entry in entries)
         if self._tells and self._ended is not None:
+            self._num_seqs = len(entries)
             num_rows = len(entries) + sum(len(entry.draft) for entry in entries)
             self._mean_context = sum(entry.context_len for entry in entries) / len(entries)
             shape = PassShape(num_rows, len(entries), self._mean_context)
             self._ask(self.controller.observe_target, shape, now - self._ended)
         self._ended = now
 
-    def proposed(self, rows: SequenceOf[DraftRow], drafts: SequenceOf[Draft], seconds: float) -> None:
-        """A proposal over these rows came to these drafts, and took so long."""
+    def proposed(self, rows: SequenceOf[DraftRow], drafts: SequenceOf[Draft]) -> None:
+        """A proposal over these rows came to these drafts."""
         if not self._tells:
             return
         num_drafted = [len(drafts[row.request_idx]) for row in rows if row.num_draft_tokens > 0]
         widths = [sum(count > depth for count in num_drafted) for depth in range(1, max(num_drafted, default=0))]
-        passes = [PassShape(sum(len(row.token_ids) for row in rows), len(rows), self._mean_context)]
-        passes += [PassShape(width, width, self._mean_context) for width in widths]
-        self._ask(self.controller.observe_proposal, passes, seconds)
+        self._passes = [PassShape(sum(len(row.token_ids) for row in rows), len(rows), self._mean_context)]
+        self._passes += [PassShape(width, width, self._mean_context) for width in widths]
 
     def end(self, proposal_seconds: float) -> None:
-        """The step has proposed, or not, and nothing follows it that is not the next one's."""
+        """The step has proposed, or not, for so long, and nothing follows it that is not the next one's."""
         now = time.perf_counter()
         if self._ended is not None and self._tells:
-            self._ask(self.controller.observe_rest, self._rest_seconds + now - self._ended - proposal_seconds)
-        self._ended = now
+            rest_seconds, passes = self._rest_seconds + now - self._ended, self._passes
+            if passes:
+                arguments = (passes, proposal_seconds, self._num_seqs, rest_seconds - proposal_seconds)
+                self._ask(self.controller.observe_proposal, *arguments)
+            else:
+                self._ask(self.controller.observe_rest, rest_seconds, self._num_seqs)
+        self._passes, self._ended = [], now
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence has ended, or given up its KV."""
+        self._tell_outcomes()
         self._proposals.pop(sequence, None)
         self._ask(self.controller.forget, sequence)
+
+    def _tell_outcomes(self) -> None:
+        outcomes, self._outcomes = self._outcomes, []
+        for sequence, draft, token_ids in outcomes:
+            num_accepted, num_known = 0, min(len(draft), len(token_ids))
+            while num_accepted < num_known and draft.token_ids[num_accepted] == token_ids[num_accepted]:
+                num_accepted += 1
+            num_rejected = int(num_accepted < num_known)
+            self._ask(self.controller.observe_drafts, sequence, num_accepted, num_rejected, evidence_of(draft))
 
     @staticmethod
     def _ask(question: Callable[..., Any], *arguments: Any, otherwise: Any = None) -> Any:
@@ -138,7 +171,18 @@ def evidence_of(draft: Draft) -> list[float]:
     return [min(draft.num_matched, _LONGEST_MATCH) - _LONGEST_MATCH / 2] * len(draft)
 
 
+def num_unseen(sequence: Sequence) -> int:
+    """Tokens of output that the drafter could say by looking back whether it would have drafted them."""
+    return min(_lag(sequence) - 1, len(sequence.output_token_ids))
+
+
 def _lag(sequence: Sequence) -> int:
     """Known tokens that the drafter has not run; 1 of one that keeps no KV."""
     context_lens = sequence.page_table.context_lens
     return sequence.num_tokens - context_lens[DRAFT] if len(context_lens) > DRAFT else 1
+
+
+def _num_left(sequence: Sequence) -> int | None:
+    """Tokens that may still come; None where nothing but a stop says."""
+    most = sequence.params.max_tokens
+    return None if most is None else most - len(sequence.output_token_ids)

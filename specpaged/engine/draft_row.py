@@ -13,29 +13,34 @@ def draft_row(
     k: int,
     request_idx: int,
     hidden: HiddenStates | None,
-    publishes: bool,
-    follows_target: bool,
-    looks_back: bool = False,
+    *,
+    most_tokens: int,
+    follows_prompt: bool,
+    follows_target: bool = False,
+    num_looked_back: int = 0,
 ) -> DraftRow | None:
     """What the drafter has to do for a sequence that has just been committed; None if nothing.
 
-    Behind a prefill it runs what the target has run, drafts or not: that KV may be shared. Hidden states reach it
-    in any case that goes on, as they do not come again. Who looks back runs all that the target has run. `publishes`
-    and `follows_target` are SpeculativeStep's.
+    Who has more than `most_tokens` known tokens to catch up with does so in several steps, and drafts in the last one.
+    With `follows_prompt` a prefill's tokens are run right behind the target; `follows_target` is SpeculativeStep's.
+    Hidden states reach the drafter in any case that goes on, as they do not come again. Who looks back runs all that
+    the target has run.
     """
     sequence, table = entry.sequence, entry.sequence.page_table
     in_prefill = entry.num_new_tokens > 1 or not entry.samples
-    goes_on = publishes or not sequence.has_ended
-    catches_up = sequence.max_draft_tokens > 0 and goes_on and (in_prefill or hidden is not None)
+    may_draft = sequence.max_draft_tokens > 0 and not sequence.has_ended
+    catches_up = may_draft and ((in_prefill and follows_prompt) or hidden is not None)
     catches_up = catches_up or follows_target
-    if sequence.error is not None or not (k > 0 or catches_up or looks_back):
+    if sequence.error is not None or not (k > 0 or catches_up or num_looked_back):
         return None
     start, token_ids, blocks = 0, (), ()
     if len(table.context_lens) > DRAFT:  # the drafter has KV
         start, blocks = table.context_lens[DRAFT], table.entries
         token_ids = sequence.token_ids[start : sequence.num_tokens if k > 0 else table.context_lens[TARGET]]
+        if len(token_ids) > most_tokens and hidden is None:
+            k, num_looked_back, token_ids = 0, 0, token_ids[:most_tokens]
     if hidden is not None:
         hidden = hidden.first(table.context_lens[TARGET] - entry.context_len)
     elif k == 0 and not token_ids:
         return None
-    return DraftRow(sequence, token_ids, start, blocks, k, request_idx, hidden, entry.context_len, looks_back)
+    return DraftRow(sequence, token_ids, start, blocks, k, request_idx, hidden, entry.context_len, num_looked_back)

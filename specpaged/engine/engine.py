@@ -81,7 +81,7 @@ class Engine:
             speculative.verification if speculative else "coupled",
             vocabulary.size,
             EngineMetrics(),
-            publishes=self.prefix_cache is not None,
+            max_num_batched_tokens=config.max_num_batched_tokens,
             planner=planner,
             limit=lambda verified: self.kv_layout.limit(verified),
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from specpaged.drafting.base import DraftRow
 from specpaged.drafting.draft import NO_DRAFT, Draft
+from specpaged.engine.draft_planner import num_unseen
 from specpaged.engine.draft_row import draft_row
 from specpaged.engine.sequence import Sequence
 from specpaged.paging.block_allocator import IntegrityError
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from specpaged.sampling.batch import Noise, SamplingBatch
 
 logger = logging.getLogger("specpaged")
+
+_FAR_BEHIND = 16  # tokens: of who drafts now and then, fewer wait for the drafter
 
 # How many tokens to draft for each sequence, which goes on, with slots for them in its page table: at most as many as
 # are wanted, where somebody says.
@@ -37,7 +39,11 @@ def propose(step: SpeculativeStep, scored: ScoredStep, reserve: Reserve) -> Nois
     plan, counts = _plan(step, going_on, reserve)
     num_draft_tokens = dict(zip(going_on, counts, strict=True))
     looking = [going_on[i] for i in plan.looks_back if not counts[i]]
+    if step.planner is not None and not (any(counts) or looking or scored.hidden_states or step.follows_target):
+        return {}  # plain decoding
+    looking_back = set(looking)
     drafting = [sequence for sequence in going_on if num_draft_tokens[sequence]]
+    catching_up = step.max_num_batched_tokens  # rows that are left for those who are far behind
     asking = [*drafting, *looking]
     request_idx = {sequence: i for i, sequence in enumerate(asking)}
     rows: list[DraftRow] = []
@@ -48,17 +54,20 @@ def propose(step: SpeculativeStep, scored: ScoredStep, reserve: Reserve) -> Nois
             num_draft_tokens.get(sequence, 0),
             request_idx.get(sequence, 0),
             scored.hidden_states.get(sequence),
-            step.publishes,
-            step.follows_target,
-            sequence in looking,
+            most_tokens=max(catching_up, _FAR_BEHIND),
+            follows_prompt=step.planner is None,
+            follows_target=step.follows_target,
+            num_looked_back=num_unseen(sequence) if sequence in looking_back else 0,
         )
         if row is not None:
             rows.append(row)
+            catching_up -= len(row.token_ids) if len(row.token_ids) > _FAR_BEHIND else 0
     if not rows:
         return {}
     step.noise = scored.sampling.noise  # of which some is for tokens that are to be decided anew
     sampling = step.sampling([sequence.sampling_request for sequence in asking])
     drafts, num_run = _drafts(step, rows, sampling, plan, looking)
+    step.metrics.proposed_tokens += sum(map(len, drafts))
     if step.planner is not None and any(drafts):
         drafts = step.planner.select(drafting, drafts)
     if step.agree is not None and drafts:
@@ -82,8 +91,9 @@ def _plan(step: SpeculativeStep, going_on: SequenceOf[Sequence], reserve: Reserv
     plan = step.planner.plan(going_on) if going_on else Plan([])
     if step.agree is not None and going_on:
         counts, looks_back = step.agree([plan.num_draft_tokens, list(plan.looks_back)])
-        plan = replace(plan, num_draft_tokens=counts, looks_back=looks_back)
-    return plan, reserve(going_on, plan.num_draft_tokens)
+        plan = replace(plan, num_draft_tokens=counts, looks_back=looks_back, stop_rule=None)
+    counts = plan.num_draft_tokens
+    return plan, reserve(going_on, counts) if any(counts) else counts
 
 
 def _drafts(
@@ -95,7 +105,6 @@ def _drafts(
 ) -> tuple[list[Draft], list[int] | None]:
     """The drafts of the requests that do not look back, and how many tokens each has; None where the drafter failed."""
     num_drafting = len(sampling.requests) - len(looking)
-    start = time.perf_counter()
     try:
         drafts = step.drafter.propose(rows, sampling, plan.stop_rule)
     except IntegrityError:
@@ -107,7 +116,7 @@ def _drafts(
             step.forget(row.sequence)
         return [NO_DRAFT] * num_drafting, None
     if step.planner is not None:
-        step.planner.proposed(rows, drafts, time.perf_counter() - start)
+        step.planner.proposed(rows, drafts)
         for sequence, looked_back in zip(looking, drafts[num_drafting:], strict=True):
             step.planner.look_back(sequence, looked_back.token_ids)
     drafts = drafts[:num_drafting]

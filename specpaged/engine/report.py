@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from specpaged.config import EngineConfig
 from specpaged.modeling.cuda_graphs import CudaGraphs
 from specpaged.modeling.model_runner import ModelRunner
+from specpaged.speculation.cost_model import CostModel
 from specpaged.speculative_config import SpeculativeConfig
 
 
@@ -97,9 +98,12 @@ class StartupReport:
     model_positions: int  # that the target itself has
     drafting: str | None  # how many tokens are drafted, and by whom if not by a model; None where none are
     schedule: str
+    costs: str | None = None  # of passes, where they decide how many tokens are drafted
 
     @classmethod
-    def of(cls, config: EngineConfig, target: ModelRunner, draft: ModelRunner | None) -> StartupReport:
+    def of(
+        cls, config: EngineConfig, target: ModelRunner, draft: ModelRunner | None, costs: CostModel | None = None
+    ) -> StartupReport:
         """The report of an engine's parts."""
         models = [ModelReport.of("target", target, config.enforce_eager)]
         if draft is not None:
@@ -121,6 +125,7 @@ class StartupReport:
             target.model.max_model_len,
             _drafting(config.speculative_config),
             config.schedule,
+            None if costs is None else str(costs),
         )
 
     def __str__(self) -> str:
@@ -128,5 +133,6 @@ class StartupReport:
         if self.max_model_len < self.model_positions:
             pool += f" (max_model_len; the model has {self.model_positions} positions)"
         drafting = [f"K      {self.drafting}"] if self.drafting else []
+        costs = [f"costs  {self.costs}"] if self.costs else []
         schedule = [] if self.schedule == "continuous" else [f"runs   by schedule {self.schedule}"]
-        return "\n".join([*map(str, self.models), pool, *drafting, *schedule])
+        return "\n".join([*map(str, self.models), pool, *drafting, *costs, *schedule])

@@ -56,12 +56,12 @@ class ScoredStep:
 class SpeculativeStep:
     """What a round does to the sequences that a host has scheduled.
 
-    The four calls come in their order; sequences change in `commit` and `propose` alone. `follows_target` says that the
-    drafter's KV is to be as long as the target's behind every step, as blocks are shared by a host who does not ask;
-    else it is left behind by sequences that do not draft, and catches up when they do. `publishes` says that a prompt's
-    KV may be shared even if its sequence ends in the step that prefills it. `planner` decides how much is drafted and
-    verified; without one it is as much as the host reserves. `agree` makes ranks that verify together take one rank's
-    drafts.
+    The four calls come in their order; sequences change in `commit` and `propose` alone. A proposal runs no more than
+    `max_num_batched_tokens` tokens of those who are far behind in the drafter's KV. `follows_target` says that the
+    drafter's KV is to be as long as the target's behind every step, as it depends on hidden states and blocks are
+    shared by a host who does not ask; else it is left behind by sequences that do not draft, and catches up when they
+    do. `planner` decides how much is drafted and verified; without one it is as much as the host reserves. `agree`
+    makes ranks that verify together take one rank's drafts.
     """
 
     def __init__(
@@ -72,8 +72,8 @@ class SpeculativeStep:
         vocab_size: int,
         metrics: EngineMetrics,
         *,
+        max_num_batched_tokens: int = 1 << 30,
         follows_target: bool = False,
-        publishes: bool = False,
         planner: DraftPlanner | None = None,
         limit: Callable[[VerifyOutput], VerifyOutput] | None = None,
         agree: Callable[[list[list[int]]], list[list[int]]] | None = None,
@@ -82,8 +82,8 @@ class SpeculativeStep:
         self.drafter = drafter
         self.vocab_size = vocab_size
         self.metrics = metrics
+        self.max_num_batched_tokens = max_num_batched_tokens
         self.follows_target = follows_target
-        self.publishes = publishes
         self.planner = planner
         self.limit = limit  # of a rollback method that does not keep all that is verified
         self.agree = agree

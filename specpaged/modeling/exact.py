@@ -19,6 +19,7 @@ VECTOR_PAIR_BYTES = 128
 # Above this many elements they are split evenly over threads, wherever that cuts a pair: GELU's threshold in ATen's
 # Activation.cpp (GELU_MIN_ELEMENTS_FOR_MULTI_THREADING), the lowest; others' is at::internal::GRAIN_SIZE, 32768.
 ELEMENTWISE_GRAIN = 16384
+_ROWS_WITHOUT_TAIL = 32  # of any width: two vectors of 16 floats is the most that torch takes at once
 ACTIVATION_MODULES = ("torch.nn.modules.activation", "transformers.activations")
 
 
@@ -113,7 +114,9 @@ class RowwiseModule(nn.Module):
         results = []
         for piece in flat.split(self.scheme.max_rows):
             rows = piece.shape[0]
-            result = self.inner(F.pad(piece, (0, 0, 0, self.scheme.padded_rows(rows) - rows)))
+            # What torch computes element by element, it computes otherwise in the last ones, if they fill no vector.
+            whole = min(-(-rows // _ROWS_WITHOUT_TAIL) * _ROWS_WITHOUT_TAIL, self.scheme.max_rows)
+            result = self.inner(F.pad(piece, (0, 0, 0, self.scheme.padded_rows(whole) - rows)))
             parts = result if isinstance(result, tuple) else (result,)
             results.append(tuple(part[:rows] for part in parts))
         joined = tuple(torch.cat(parts) for parts in zip(*results, strict=True)) if len(results) > 1 else results[0]

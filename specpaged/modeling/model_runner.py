@@ -15,6 +15,7 @@ from specpaged.modeling.forward_output import Argmax, DraftedTokens, ForwardOutp
 from specpaged.modeling.loaded_model import LoadedModel
 from specpaged.modeling.ragged_batch import RaggedBatch
 from specpaged.paging.kv_cache import KVCache
+from specpaged.speculation.stop_rule import StopRule
 
 
 class ModelRunner:
@@ -66,18 +67,23 @@ class ModelRunner:
 
     @torch.inference_mode()
     def greedy_steps(
-        self, batches: Sequence[RaggedBatch], source_idx: Sequence[Tensor | None], vocab_size: int
+        self,
+        batches: Sequence[RaggedBatch],
+        source_idx: Sequence[Tensor | None],
+        vocab_size: int,
+        stop_rule: StopRule | None = None,
     ) -> list[DraftedTokens]:
         """Passes of which each runs the most likely tokens of the one before, among the first vocab_size ids.
 
         The first one runs its own `token_ids`, which the others need not have. Row n of pass s runs what row
-        source_idx[s][n] ([N] int64) of pass s - 1's logits came to; None: row n. Returns what each pass finds.
+        source_idx[s][n] ([N] int64) of pass s - 1's logits came to; None: row n. Returns what each pass finds. With a
+        `stop_rule` there are fewer where it says so; its rows are the first of the first pass's logits, and none but
+        those go on. Where passes are not made in one call it is not asked: nobody waits for a device to know.
         """
         decoder = self.model.decoder
-        in_one_call = getattr(decoder, "runs_greedy_steps", None)
-        if in_one_call is not None and self.model.backend == "cpp" and in_one_call(batches[0].num_tokens):
+        if self.greedy_steps_in_one_call(batches[0].num_tokens):
             self._check_threads()
-            return decoder.greedy_steps(batches, source_idx, self.kv_cache.layers, vocab_size)
+            return decoder.greedy_steps(batches, source_idx, self.kv_cache.layers, vocab_size, stop_rule)
         drafted: list[DraftedTokens] = []
         for batch, rows in zip(batches, source_idx, strict=True):
             if drafted:
@@ -85,6 +91,11 @@ class ModelRunner:
                 batch = replace(batch, token_ids=token_ids if rows is None else token_ids.index_select(0, rows))
             drafted.append(DraftedTokens.of(self.forward(batch).logits[:, :vocab_size]))
         return drafted
+
+    def greedy_steps_in_one_call(self, num_rows: int) -> bool:
+        """Whether passes of up to num_rows rows are made in one call into the kernels."""
+        in_one_call = getattr(self.model.decoder, "runs_greedy_steps", None)
+        return in_one_call is not None and self.model.backend == "cpp" and in_one_call(num_rows)
 
     def _check_threads(self) -> None:
         model = self.model

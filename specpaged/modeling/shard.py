@@ -49,6 +49,14 @@ class Shard:
         return torch.cat([self.rows(part) for part in tensor.split(sizes)])
 
 
+def gathered(group: torch.distributed.ProcessGroup, x: Tensor) -> Tensor:
+    """[..., N] of each rank -> [..., ranks * N] of all, by torch's own collective."""
+    x = x.contiguous()
+    parts = [torch.empty_like(x) for _ in range(group.size())]
+    torch.distributed.all_gather(parts, x, group=group)
+    return torch.cat(parts, dim=-1)
+
+
 class GatheredLinear(nn.Module):
     """A matrix of which every rank has some outputs: [N, part of inputs] -> [N, all outputs]."""
 

@@ -32,19 +32,21 @@ class LeasedPageTable(PageTable):
         self._check_blocks(blocks)
         self.blocks.extend(blocks)
 
-    def restart(self, blocks: Sequence[int], num_tokens: int) -> None:
-        """Replace all blocks by others that hold valid KV of num_tokens tokens in every pool.
+    def restart(self, blocks: Sequence[int], context_lens: Sequence[int]) -> None:
+        """Replace all blocks by others that hold valid KV of so many tokens in each pool.
 
         ValueError past their capacity, or for blocks that are not there.
         """
         self._check_blocks(blocks)
-        if not 0 <= num_tokens <= len(blocks) * self.block_size:
+        room = len(blocks) * self.block_size
+        if len(context_lens) != len(self.context_lens) or not all(0 <= num <= room for num in context_lens):
             raise ValueError(
-                f"num_tokens must be in 0..{len(blocks) * self.block_size}, the capacity of {len(blocks)} blocks, "
-                f"got {num_tokens}"
+                f"context_lens must be {len(self.context_lens)} in 0..{room}, the capacity of {len(blocks)} blocks, "
+                f"got {list(context_lens)}"
             )
         self.blocks = list(blocks)
-        self.context_lens = [num_tokens] * len(self.context_lens)
+        self.context_lens = list(context_lens)
+        self.num_published = [0] * len(context_lens)
 
     @override
     def advance(self, pool: int, num_tokens: int) -> None:

@@ -37,7 +37,7 @@ class PageTable:
         child  [1, 5]  |xxxx|xx..|     to copy in every KV cache: [(2, 5)]
     """
 
-    __slots__ = ("_allocator", "block_size", "blocks", "context_lens", "num_published", "published_tail")
+    __slots__ = ("_allocator", "block_size", "blocks", "context_lens", "num_published", "published_tails")
 
     def __init__(self, allocator: BlockAllocator, block_size: int, num_pools: int = 1):
         check_positive("block_size", block_size)
@@ -46,9 +46,9 @@ class PageTable:
         self.block_size = block_size
         self.blocks: list[int] = []
         self.context_lens: list[int] = [0] * num_pools  # per pool: tokens whose KV is valid
-        # How far the prefix cache's last publish() of this table came. Set by the cache, reset here.
-        self.num_published = 0
-        self.published_tail: object | None = None
+        # Per pool: how far the prefix cache's last publish() of this table came. Set by the cache, reset here.
+        self.num_published = [0] * num_pools
+        self.published_tails: list[object | None] = [None] * num_pools
 
     @property
     def entries(self) -> Sequence[int]:
@@ -63,15 +63,15 @@ class PageTable:
     def reserve(self, num_tokens: int) -> None:
         """Capacity for num_tokens tokens in all. All or nothing: an error leaves everything as it was.
 
-        The caller will write slots min(context_lens) .. num_tokens - 1: ValueError if one of them lies in a
-        block with more than one owner; a cached block among theirs stops being cached. OutOfBlocksError.
+        The caller will write the target's slots from its context length to num_tokens - 1: ValueError if one of them
+        lies in a block with more than one owner; a cached block among theirs stops being cached. OutOfBlocksError.
         """
         if num_tokens < 0:
             raise ValueError(f"num_tokens must be >= 0, got {num_tokens}")
         blocks, allocator = self.blocks, self._allocator
         num_needed = -(-num_tokens // self.block_size)
         num_new = num_needed - len(blocks)
-        valid = min(self.context_lens)
+        valid = self.context_lens[TARGET]
         written = blocks[valid // self.block_size : num_needed] if num_tokens > valid else ()
         stale = allocator.check_writable(written)
         if num_new > 0 and num_new > allocator.num_free:
@@ -87,7 +87,8 @@ class PageTable:
     def advance(self, pool: int, num_tokens: int) -> None:
         """num_tokens more tokens have valid KV in `pool`.
 
-        ValueError past the capacity, or when one of them lies in a block with more than one owner.
+        A pool may be behind the target's in blocks that others own, too: known tokens have the same KV whoever computes
+        it. ValueError past the capacity, or when a token from the target's context length on lies in such a block.
         """
         self._check_pool(pool)
         context_len = self.context_lens[pool]
@@ -96,7 +97,8 @@ class PageTable:
         if num_tokens < 0 or new_len > len(self.blocks) * size:
             room = self.capacity - context_len
             raise ValueError(f"num_tokens must be in 0..{room}, the capacity left, got {num_tokens}")
-        written = self.blocks[context_len // size : -(-new_len // size)] if num_tokens else ()
+        first = max(context_len, self.context_lens[TARGET])
+        written = self.blocks[first // size : -(-new_len // size)] if new_len > first else ()
         for block in self._allocator.check_writable(written):
             self._allocator.uncache(block)
         self.context_lens[pool] = new_len
@@ -114,51 +116,60 @@ class PageTable:
                 f"num_tokens must be in 0..{context_lens[pool]}, the context of pool {pool}, got {num_tokens}"
             )
         context_lens[pool] = num_tokens
-        if num_tokens < self.num_published * self.block_size:
-            self.num_published, self.published_tail = 0, None
+        if num_tokens < self.num_published[pool] * self.block_size:
+            self.num_published[pool], self.published_tails[pool] = 0, None
         num_kept = -(-(max(context_lens) if len(context_lens) > 1 else num_tokens) // self.block_size)
         return self._drop(num_kept) if num_kept < len(self.blocks) else 0
 
     def fork(self, num_tokens: int) -> tuple[PageTable, list[tuple[int, int]]]:
-        """A child with the first num_tokens tokens, valid in every pool of this one, and the blocks to copy.
+        """A child with the first num_tokens tokens, as far as each pool of this one has them, and the blocks to copy.
 
         Full blocks are shared. A partly filled last block gets a copy: (source, destination), to be made in
         every KV cache before either sequence writes. OutOfBlocksError leaves everything as it was.
         """
-        valid = min(self.context_lens)
+        valid = self.context_lens[TARGET]
         if not 0 <= num_tokens <= valid:
-            raise ValueError(f"num_tokens must be in 0..{valid}, valid in every pool, got {num_tokens}")
+            raise ValueError(f"num_tokens must be in 0..{valid}, the target's context, got {num_tokens}")
         child = PageTable(self._allocator, self.block_size, len(self.context_lens))
         num_full, remainder = divmod(num_tokens, self.block_size)
         pairs = [(self.blocks[num_full], self._allocator.allocate())] if remainder else []
         for block in self.blocks[:num_full]:
             self._allocator.share(block)
         child.blocks = self.blocks[:num_full] + [destination for _, destination in pairs]
-        child.context_lens = [num_tokens] * len(self.context_lens)
+        child.context_lens = [min(num_tokens, context_len) for context_len in self.context_lens]
         return child, pairs
 
-    def adopt(self, blocks: Sequence[int], num_tokens: int) -> None:
-        """Take over full blocks that already count this table as an owner (PrefixCache.match).
+    def adopt(self, blocks: Sequence[int], context_lens: Sequence[int]) -> None:
+        """Take over full blocks that already count this table as an owner, valid as far as PrefixCache.match says.
 
-        The table must be empty, and num_tokens == len(blocks) * S.
+        The table must be empty, and the target's pool valid in all of them: context_lens[TARGET] == len(blocks) * S.
         """
         if self.blocks:
             raise ValueError(f"only an empty page table can adopt blocks; this one has {len(self.blocks)}")
-        if num_tokens != len(blocks) * self.block_size:
+        num_tokens = len(blocks) * self.block_size
+        if (
+            len(context_lens) != len(self.context_lens)
+            or context_lens[TARGET] != num_tokens
+            or not all(0 <= context_len <= num_tokens for context_len in context_lens)
+        ):
             raise ValueError(
-                f"num_tokens must be {len(blocks) * self.block_size} ({len(blocks)} full blocks of "
-                f"{self.block_size}), got {num_tokens}"
+                f"context_lens must be {len(self.context_lens)} of at most {num_tokens} ({len(blocks)} full blocks of "
+                f"{self.block_size}), the target's that, got {list(context_lens)}"
             )
         for block in blocks:
             if self._allocator.ref_count(block) == 0:
                 raise ValueError(f"blocks must each have an owner; block {block} has none")
         self.blocks = list(blocks)
-        self.context_lens = [num_tokens] * len(self.context_lens)
+        self.context_lens = list(context_lens)
 
     def free(self) -> int:
         """Give every block back; the table is empty and usable again. Returns how many it had."""
-        self.context_lens = [0] * len(self.context_lens)
-        self.num_published, self.published_tail = 0, None
+        num_pools = len(self.context_lens)
+        self.context_lens, self.num_published, self.published_tails = (
+            [0] * num_pools,
+            [0] * num_pools,
+            [None] * num_pools,
+        )
         return self._drop(0)
 
     def check_integrity(self) -> None:
@@ -173,9 +184,10 @@ class PageTable:
         for pool, context_len in enumerate(self.context_lens):
             if not 0 <= context_len <= self.capacity:
                 raise IntegrityError(f"pool {pool} has {context_len} valid tokens, capacity {self.capacity}")
-        valid = min(self.context_lens)
-        if self.num_published * self.block_size > valid:
-            raise IntegrityError(f"{self.num_published} blocks are published, but {valid} tokens are valid")
+            if self.num_published[pool] * self.block_size > context_len:
+                raise IntegrityError(
+                    f"pool {pool} has {self.num_published[pool]} blocks published, but {context_len} valid tokens"
+                )
 
     def _drop(self, num_kept: int) -> int:
         blocks, free = self.blocks, self._allocator.free

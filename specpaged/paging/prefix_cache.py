@@ -25,10 +25,10 @@ class _Node:
 
 
 class PrefixCache:
-    """A tree of full, committed blocks, each valid in the target's pool, or in every pool.
+    """A tree of full, committed blocks, each valid in the target's pool, or in the draft's as well.
 
-    Sequences that never draft have page tables of one pool. Their blocks serve their like, until a sequence with more
-    pools has computed the same tokens: then its block takes the place.
+    The draft's KV may be behind: it is there where somebody has drafted. A block that has the target's alone serves
+    everybody, until one with both takes its place.
 
     A block's key is the path of token runs that leads to it, compared token by token, so no two prefixes can
     be taken for each other. The cache owns no block: the allocator keeps a cached block without an owner in
@@ -52,55 +52,69 @@ class PrefixCache:
         """Blocks that can be found, owned or not."""
         return len(self._nodes)
 
-    def match(self, token_ids: Sequence[int], max_tokens: int, num_pools: int = 1) -> list[int]:
-        """The longest chain of cached full blocks that hold the beginning of token_ids[:max_tokens] in num_pools pools.
+    def match(self, token_ids: Sequence[int], max_tokens: int, num_pools: int = 1) -> tuple[list[int], list[int]]:
+        """The longest chain of cached full blocks that hold the beginning of token_ids[:max_tokens] for the target, and
+        how many of its tokens are valid in each of num_pools pools.
 
         The caller becomes one more owner of each, to be passed to PageTable.adopt or freed, last block first.
         """
         if max_tokens < 0:
             raise ValueError(f"max_tokens must be >= 0, got {max_tokens}")
         size, node, blocks = self.block_size, self._root, []
+        context_lens = [0] * num_pools
         for start in range(0, min(len(token_ids), max_tokens) - size + 1, size):
             node = node.children.get(tuple(token_ids[start : start + size]))
-            if node is None or node.block == 0 or node.num_pools < num_pools:
+            if node is None or node.block == 0:
                 break
             blocks.append(node.block)
+            for pool in range(min(num_pools, node.num_pools)):
+                if context_lens[pool] == start:
+                    context_lens[pool] = start + size
         for block in blocks:
             self._allocator.claim_cached(block)
-        return blocks
+        return blocks, context_lens
 
     def publish(self, table: PageTable, token_ids: Sequence[int]) -> int:
-        """Make the table's full blocks findable, as far as they are committed and valid in every pool of the table.
+        """Make the table's full blocks findable, as far as they are committed and valid in the target's pool.
 
         token_ids are the sequence's committed tokens, without drafts. Where an equal prefix is cached already it stays,
-        unless the table has more pools. Returns how many blocks were added. O(1) when none has become full since the
-        last call.
+        unless the table has it in more pools. Returns how many blocks were added, or are valid in one more pool. O(1)
+        when none has become full since the last call.
         """
         size = self.block_size
         if table.block_size != size:
             raise ValueError(f"table must have the cache's block size, {size}, got {table.block_size}")
-        num_full = min(len(token_ids), *table.context_lens) // size
-        if num_full <= table.num_published:
-            return 0
-        num_pools = len(table.context_lens)
-        start, node = table.num_published, table.published_tail
+        num_tokens, num_new = len(token_ids), 0
+        for pool, context_len in enumerate(table.context_lens):
+            num_tokens = min(num_tokens, context_len)  # valid in this pool and those before
+            if num_tokens // size > table.num_published[pool]:
+                num_new += self._publish(table, token_ids, pool, num_tokens // size)
+        return num_new
+
+    def _publish(self, table: PageTable, token_ids: Sequence[int], pool: int, num_full: int) -> int:
+        """The table's first num_full blocks, valid in `pool` and those before; how many were added, or gained it."""
+        size, num_pools = self.block_size, pool + 1
+        start, node = table.num_published[pool], table.published_tails[pool]
         if not isinstance(node, _Node) or node.block == 0:
             # Nothing published yet, or the tail was another sequence's equal block, evicted since.
             start, node = 0, self._root
+            for later in range(pool + 1, len(table.num_published)):  # whose nodes may be made anew, without them
+                table.num_published[later], table.published_tails[later] = 0, None
         num_new = 0
         for i in range(start, num_full):
             tokens = tuple(token_ids[i * size : (i + 1) * size])
             child = node.children.get(tokens) or _Node(node, tokens)
             if child.block == 0 or child.num_pools < num_pools:
                 block, replaced = table.blocks[i], child.block
-                self._allocator.mark_cached(block)  # which may refuse it: nothing has changed yet
+                if block != replaced:
+                    self._allocator.mark_cached(block)  # which may refuse it: nothing has changed yet
                 child.block, child.num_pools = block, num_pools
                 self._nodes[block] = node.children[tokens] = child
-                if replaced:
+                if replaced not in (0, block):
                     self._allocator.uncache(replaced)
                 num_new += 1
             node = child
-        table.num_published, table.published_tail = num_full, node
+        table.num_published[pool], table.published_tails[pool] = num_full, node
         return num_new
 
     def check_integrity(self) -> None:

@@ -226,7 +226,7 @@ class ContinuousScheduler:
         # The last known token always runs: its logits are what the sequence is admitted for.
         shareable = sequence.num_tokens - 1
         if source is not None and source.status is SequenceStatus.RUNNING:
-            num_shared = min(sequence.num_prompt_tokens - 1, *source.page_table.context_lens)
+            num_shared = min(sequence.num_prompt_tokens - 1, source.page_table.context_lens[TARGET])
             if self._make_room(sequence.num_tokens, num_shared // self.block_size):
                 child, copies = source.page_table.fork(num_shared)
                 sequence.page_table = child
@@ -236,8 +236,8 @@ class ContinuousScheduler:
         if self.prefix_cache is None or sequence.params.prompt_logprobs is not None:
             # A cached prompt token has no logits, so whoever asks for them computes the prompt.
             return self._make_room(sequence.num_tokens, 0)
-        blocks = self.prefix_cache.match(sequence.token_ids, shareable, len(table.context_lens))
-        table.adopt(blocks, len(blocks) * self.block_size)
+        blocks, context_lens = self.prefix_cache.match(sequence.token_ids, shareable, len(table.context_lens))
+        table.adopt(blocks, context_lens)
         if not self._make_room(sequence.num_tokens, len(blocks)):
             table.free()
             return False

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
 MOST_POSITIONS = 16  # that have an intercept of their own; later drafts share the last one
 _FORGETTING = 0.93  # of what a request's older drafts have shown: the last fifteen or so count
 _FORGETTING_OF_ALL = 0.998
-_LEARNED, _LEARNS_EVERY = 1000, 4  # outcomes that are all learned from; behind them, of every so many calls one is
+_LEARNED, _LEARNS_EVERY = 600, 4  # outcomes that are all learned from; behind them, of every so many calls one is
 _PRIOR_DRAFTS = 2.0  # that a new request is taken to have seen, with the outcomes of all others
 _LEARNING_RATES = (0.05, 0.01)  # at first, and once something is known
+_PLACE_RATE = 0.03
 _SHARE_RATE = 0.02
 _SPREAD_RATE = 0.02
 _MOST_LOGIT = 6.0  # certainty is never believed
@@ -33,13 +35,15 @@ class AcceptanceModel:
     With the evidence x of a draft token, in logits, as a drafter gives it:  logit p = a x + b_j + c r,  where j is its
     place and r how far its request's average lies above all requests', in logits. a, b and c follow the outcomes by
     stochastic gradient descent on their likelihood. Without evidence, as before anything is drafted, p lies between the
-    average of all requests and the request's own, as far towards the latter as outcomes have borne out (`share`).
+    average of all requests and the request's own, as far towards the latter as outcomes have borne out (`share`); and
+    by its place, as where several drafts stand the next one is likely to.
     """
 
     def __init__(self, prior: float = 0.6):
         self.slope = 1.0
         self.intercepts = [0.0] * MOST_POSITIONS
         self.request_weight = 0.5
+        self.by_place = [0.0] * MOST_POSITIONS  # in logits, beside the average
         self.share = 0.5  # of the way from the average of all requests to the one's own, in logits
         self.variance = 0.0  # of logit p around what was expected of the request
         self.num_seen = 10.0
@@ -58,14 +62,21 @@ class AcceptanceModel:
         """How far evidence moves logit p away from what was expected: 0 for a drafter whose evidence says nothing."""
         return math.sqrt(self.variance)
 
-    def expected(self, request: RequestAcceptance, surplus: float = 0.0) -> float:
-        """The probability of a request's next draft, whatever it will be; `surplus` logits more."""
-        return sigmoid(self._mean_logit + self.share * request.lead + surplus)
+    def expected_logit(self, request: RequestAcceptance) -> float:
+        """Of a request's next draft, whatever and wherever it will be, that it stands."""
+        return self._mean_logit + self.share * request.lead
 
-    def chances(self, request: RequestAcceptance, num_tokens: int, surplus: float = 0.0) -> list[float]:
+    def expected(self, request: RequestAcceptance) -> float:
+        """The probability of that."""
+        return sigmoid(self.expected_logit(request))
+
+    def chances(self, expected_logit: float, num_tokens: int) -> list[float]:
         """[num_tokens]: that so many drafts that are still to be made stand."""
-        expected = self.expected(request, surplus)
-        return [expected**n for n in range(1, num_tokens + 1)]
+        chance, chances = 1.0, []
+        for j in range(num_tokens):
+            chance /= 1.0 + math.exp(-expected_logit - self.by_place[j if j < MOST_POSITIONS else -1])
+            chances.append(chance)
+        return chances
 
     def chances_of(self, request: RequestAcceptance, evidence: Sequence[float]) -> list[float]:
         """[len(evidence)]: that drafts with this evidence stand, each with all before it. NaN never stands."""
@@ -79,40 +90,45 @@ class AcceptanceModel:
         return chances
 
     def observe(
-        self, request: RequestAcceptance, outcomes: Sequence[bool], evidence: Sequence[float] | None = None
+        self,
+        request: RequestAcceptance,
+        num_accepted: int,
+        num_rejected: int,
+        evidence: Sequence[float] | None = None,
     ) -> None:
-        """Of a request's drafts, first to last, these stood or fell: none behind one that fell, which says nothing.
+        """Of a request's drafts the first ones stood; and the one behind them fell, or nothing is known of it.
 
         What was drafted and not verified has an outcome, too, where all before it stood: the target's own token.
         """
-        self.num_outcomes += len(outcomes)
+        num_drafts = num_accepted + num_rejected
+        if num_drafts == 0:
+            return
+        self.num_outcomes += num_drafts
         lead = request.lead
         expected = self._mean_logit + self.share * lead
-        chance = sigmoid(expected)
-        errors = 0.0
-        own_seen, own_accepted = request.num_seen, request.num_accepted
-        seen, accepted = self.num_seen, self.num_accepted
-        for stood in outcomes:
-            errors += stood - chance
-            own_seen = own_seen * _FORGETTING + 1.0
-            own_accepted = own_accepted * _FORGETTING + stood
-            seen = seen * _FORGETTING_OF_ALL + 1.0
-            accepted = accepted * _FORGETTING_OF_ALL + stood
-        request.num_seen, request.num_accepted = own_seen, own_accepted
-        self.num_seen, self.num_accepted = seen, accepted
+        error = num_accepted - num_drafts * sigmoid(expected)
+        keeps, ones = _decay(_FORGETTING, num_drafts)
+        request.num_seen = request.num_seen * keeps + ones
+        request.num_accepted = request.num_accepted * keeps + ones - num_rejected
+        keeps, ones = _decay(_FORGETTING_OF_ALL, num_drafts)
+        self.num_seen = self.num_seen * keeps + ones
+        self.num_accepted = self.num_accepted * keeps + ones - num_rejected
         self._num_calls += 1
-        if evidence is not None and (self.num_outcomes < _LEARNED or self._num_calls % _LEARNS_EVERY == 0):
-            for j, (stood, x) in enumerate(zip(outcomes, evidence, strict=False)):
+        if self.num_outcomes < _LEARNED or self._num_calls % _LEARNS_EVERY == 0:
+            for j in range(min(num_drafts, MOST_POSITIONS)):
+                value = expected + self.by_place[j]
+                self.by_place[j] += _PLACE_RATE * ((j < num_accepted) - 1.0 / (1.0 + math.exp(-value)))
+                x = math.nan if evidence is None else evidence[j]
                 if x == x:
-                    self._learn(x, j, lead, stood, expected)
-        self.share = min(1.2, max(0.0, self.share + _SHARE_RATE * errors * lead))
-        mean = self.mean
+                    self._learn(x, j, lead, j < num_accepted, value)
+        share = self.share + _SHARE_RATE * error * lead
+        self.share = share if 0.0 < share < 1.2 else min(1.2, max(0.0, share))
+        mean = self.num_accepted / self.num_seen
         self._mean_logit = logit(mean)
         own = (request.num_accepted + _PRIOR_DRAFTS * mean) / (request.num_seen + _PRIOR_DRAFTS)
         request.lead = logit(own) - self._mean_logit
 
     def _learn(self, x: float, j: int, lead: float, stood: bool, expected: float) -> None:
-        j = min(j, MOST_POSITIONS - 1)
         value = self.slope * x + self.intercepts[j] + self.request_weight * lead
         self.variance += _SPREAD_RATE * ((value - expected) ** 2 - self.variance)
         rate = _LEARNING_RATES[self.num_outcomes >= _LEARNED]
@@ -122,6 +138,13 @@ class AcceptanceModel:
         self.slope = slope if 0.0 < slope < 3.0 else min(3.0, max(0.0, slope))
         weight = self.request_weight + error * lead
         self.request_weight = weight if 0.0 < weight < 2.0 else min(2.0, max(0.0, weight))
+
+
+@functools.cache
+def _decay(forgetting: float, num_drafts: int) -> tuple[float, float]:
+    """What is left of what was counted before so many drafts, and what they count for themselves, all of them."""
+    keeps = forgetting**num_drafts
+    return keeps, (1.0 - keeps) / (1.0 - forgetting)
 
 
 def sigmoid(x: float) -> float:

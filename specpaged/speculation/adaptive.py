@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 
 from typing_extensions import override
 
@@ -12,13 +11,17 @@ from specpaged.speculation.acceptance import AcceptanceModel, RequestAcceptance
 from specpaged.speculation.controller import Candidate, Plan
 from specpaged.speculation.cost_model import CostModel, PassShape
 from specpaged.speculation.selection import Selection, select
+from specpaged.speculation.step_times import StepTimes
 from specpaged.speculation.stop_rule import StopRule
+from specpaged.speculation.trials import Trials
 
-LOOKING = 0.0075  # of the time, at most, goes into looking whether sequences that do not draft should
+LOOKING = 0.005  # of the time, at most, goes into looking whether sequences that do not draft should
 _CERTAIN = 0.97  # the probability of a draft that nothing is to be hoped beyond
-_MEMORY = 256  # steps that the answer to "could it pay?" is good for
-_ADVANCE = 0.5  # of its share of a plain step, for a new request, of which nothing is known yet
-_USUAL_LAG = 1.25  # tokens that the drafter has not run, of a sequence that drafts in every step, in the mean
+_MEMORY = 16  # plans that the answer to "could it pay?" is good for
+# Steps that a plan is good for, and at most, where the last ones were the same: drafting, and not.
+_PLANNED, _MOST_PLANNED, _MOST_IDLE = 4, 8, 16
+_ADVANCE = 0.25  # of its share of a plain step, for a new request, of which nothing is known yet
+_FAR_BEHIND = 16  # tokens
 _SHORTEST_LOOK = 4  # tokens: a pass of a few rows costs hardly more than one of one
 # Drafts must promise so much more tokens per second than plain decoding to begin; once they are made, they go on until
 # they promise so much less, and the more so the fewer have had an outcome: noise is not to switch them on and off, and
@@ -26,47 +29,21 @@ _SHORTEST_LOOK = 4  # tokens: a pass of a few rows costs hardly more than one of
 _TO_BEGIN = 0.01
 _TO_STOP = 0.015
 _TO_STOP_EARLY = 0.4  # divided by the square root of the number of outcomes
-_PLAN_EVERY = 4  # steps of a batch that is the same
 _REPAID_WITHIN = 64  # steps
-_USES = 64  # of a table of times, until it is made anew
-_TOLD_APART = 0.1  # in logits: of less spread, nothing is to be decided by a draft's evidence
-
-
-@dataclass(slots=True)
-class _Times:
-    """Seconds of steps of one batch size."""
-
-    context: float
-    verify: list[float]  # [n]: with n drafts to verify, whatever drafting them took
-    first: list[float]  # [n]: of the draft's first pass for n sequences; nothing where no model drafts
-    later: list[float]  # [n]: of each further one
-    uses: int = 0
-
-    @classmethod
-    def of(cls, costs: CostModel, batch_size: int, most_drafts: int, context: float) -> _Times:
-        """By the costs as they are known now."""
-        target, draft = costs.target, costs.draft
-        rows = target.table(batch_size + most_drafts)
-        per_row = context * target.per_row_and_kv_token
-        rest = costs.seconds_per_step + batch_size * (target.per_sequence + context * target.per_kv_token)
-        verify = [rows[n] + n * per_row + rest for n in range(batch_size, batch_size + most_drafts + 1)]
-        if draft is None:
-            return cls(context, verify, [], [])
-        # A sequence that has not drafted for long catches up once: what counts is what it will be from then on.
-        num_first = [math.ceil(n * _USUAL_LAG) for n in range(batch_size + 1)]
-        rows = draft.table(num_first[-1])
-        per_sequence = draft.per_sequence + context * (draft.per_kv_token + draft.per_row_and_kv_token)
-        first = [rows[num_rows] + n * per_sequence for n, num_rows in enumerate(num_first)]
-        later = [rows[n] + n * per_sequence for n in range(batch_size + 1)]
-        return cls(context, verify, first, later)
+_USES = 32  # of a table of times, until it is made anew
+_NOTHING = 0.02  # of a step: what this saves is not worth looking for
+_SELECTS_SELDOM = 8  # steps, where selecting has gained less than it takes
+_GAIN_RATE = 0.1  # of the average of what it gains
+_MOST_GAIN = 0.1
+_DEAR = 0.08  # of a plain step: a pass of the drafter that is worth stopping for
+_TOLD_APART = 0.6  # in logits: of less spread, evidence says too little to stop a proposal by
 
 
 class AdaptiveController:
     """Takes what promises most tokens per second. One for an engine and its drafter.
 
-    Sequences are known by identity, until they are forgotten. Without `by_evidence` nothing is decided by what was
-    drafted, as rejection sampling asks: there, drafts that are kept because they are likely would come too often.
-    `looks_back` and `stops` say what the drafter can do: look back, and go no deeper than a rule says.
+    Without `by_evidence` nothing is decided by what was drafted, as rejection sampling asks: there, drafts that are
+    kept because they are likely would come too often. `looks_back` and `stops` say what the drafter can do.
     """
 
     def __init__(self, costs: CostModel, by_evidence: bool = True, looks_back: bool = True, stops: bool = True):
@@ -75,85 +52,104 @@ class AdaptiveController:
         self.stops = stops
         self.by_evidence = by_evidence
         self.acceptance = AcceptanceModel()
+        self.trials = Trials()
         self._requests: dict[Hashable, RequestAcceptance] = {}
         self._paying: dict[tuple[int, int], bool] = {}
-        self._age = 0  # steps
+        self._age = 0  # plans
         self._asked = 0  # when what could pay was asked anew
-        self._sequences: list[Hashable] = []  # of the last plan, which is good for a few steps
-        self._counts: list[int] = []
-        self._rule: StopRule | None = None
-        self._times_of: dict[int, _Times] = {}  # by batch size
+        self._context = 0.0  # tokens that the sequences of the last plan had in the mean
+        self._times_of: dict[int, StepTimes] = {}  # by batch size
         self._is_drafting = False
+        self._counts: list[int] = []  # of the last plan
+        self._planned = _PLANNED  # steps that it was good for
+        self._gain = _MOST_GAIN  # of speed, by what was left out lately
+        self._num_unselected = 0  # proposals since the last selection
         self._credit = 0.0  # seconds that may be spent on looking back
 
     @override
-    def plan(self, candidates: Sequence[Candidate]) -> Plan:
-        sequences = [c.sequence for c in candidates]
-        if self._age % _PLAN_EVERY and sequences == self._sequences:
-            self._age += 1
-            return Plan(self._counts, (), self._rule)
+    def plan(self, candidates: Sequence[Candidate], num_steps: int = 1) -> Plan:
         self._age += 1
-        plan = self._plan(candidates)
-        self._sequences, self._counts, self._rule = sequences, plan.num_draft_tokens, plan.stop_rule
-        return plan
-
-    def _plan(self, candidates: Sequence[Candidate]) -> Plan:
+        self._credit += LOOKING * num_steps * self._times(len(candidates), 0).verify[0]
+        self._context = sum([c.context_len for c in candidates]) / len(candidates)
+        nothing = [0] * len(candidates)
         if not self._could_pay(candidates):
             self._is_drafting = False
-            return Plan([0] * len(candidates))
+            self.trials.pause()
+            return Plan(nothing, num_steps=self._num_steps(nothing))
         if self.costs.draft is None:  # drafts come for nothing
             return Plan([candidate.most for candidate in candidates])
         num_known = len(self._requests)
-        chances = [self.acceptance.chances(self._request(c.sequence), c.most) for c in candidates]
+        chances = self._chances(candidates, [c.most for c in candidates])
         num_new = len(self._requests) - num_known
         if num_new:
-            self._credit += _ADVANCE * num_new / len(candidates) * self._times(candidates, 0).verify[0]
-        counts, rate = self._depths(candidates, chances)
-        if any(counts) and not self._repays(candidates, counts, rate):
-            counts = [0] * len(candidates)
-        self._is_drafting = any(counts)
+            self._credit += _ADVANCE * num_new / len(candidates) * self._times(len(candidates), 0).verify[0]
+        selection = self._depths(candidates, chances)
+        if not self._repays(candidates, selection):  # those who need not catch up may go on alone
+            near = [of if c.lag <= _FAR_BEHIND else () for c, of in zip(candidates, chances, strict=True)]
+            selection = self._depths(candidates, near)
+        counts, rate = selection
+        was_drafting, self._is_drafting = self._is_drafting, any(counts)
+        if not self._is_drafting:
+            self.trials.pause()
+        elif was_drafting and self.trials.is_due(num_steps):
+            return Plan(nothing, is_trial=True)
         stop_rule = None
-        if self.by_evidence and self.stops and self._is_drafting and self.acceptance.spread > _TOLD_APART:
-            counts = self._deeper(candidates, counts)
+        if self._is_drafting and self._may_stop(len(candidates)):
             stop_rule = self._stop_rule(candidates, counts, rate)
-        return Plan(counts, self._looks_back(candidates, counts), stop_rule)
+            counts = self._deeper(candidates, counts)
+        return Plan(counts, self._looks_back(candidates, counts), stop_rule, self._num_steps(counts))
 
     @override
-    def select(self, candidates: Sequence[Candidate], evidence: Sequence[Sequence[float]]) -> list[int]:
-        num_drafts = sum(map(len, evidence))
+    def selects(self) -> bool:
+        if not self.by_evidence:
+            return False
+        self._num_unselected += 1
+        return self._gain >= _NOTHING or self._num_unselected >= _SELECTS_SELDOM
+
+    @override
+    def select(self, sequences: Sequence[Hashable], evidence: Sequence[Sequence[float]]) -> list[int]:
+        self._num_unselected = 0
+        lengths = list(map(len, evidence))
+        num_drafts = sum(lengths)
         if not self.by_evidence or not num_drafts:
-            return [len(of_draft) for of_draft in evidence]
+            return lengths
+        times = self._times(len(sequences), num_drafts)
+        if times.verify[num_drafts] < (1.0 + _NOTHING) * times.verify[0]:
+            self._gain += _GAIN_RATE * (0.0 - self._gain)
+            return lengths
         chances = [
-            self.acceptance.chances_of(self._request(c.sequence), of_draft) if of_draft else ()
-            for c, of_draft in zip(candidates, evidence, strict=True)
+            self.acceptance.chances_of(self._request(sequence), of_draft) if of_draft else ()
+            for sequence, of_draft in zip(sequences, evidence, strict=True)
         ]
-        times = self._times(candidates, num_drafts)
         # What the proposal has taken is part of the step: without it, rows would seem dearer than they are.
         spent = self.costs.seconds_per_proposal
         if times.later:
-            for depth in range(max(map(len, evidence))):
-                spent += times.later[sum([len(of_draft) > depth for of_draft in evidence])]
-        return select(chances, times.verify, proposal_seconds=spent).counts
+            spent += sum(map(bool, lengths)) * self.costs.seconds_per_drafting
+            for depth in range(max(lengths)):
+                spent += times.later[sum([length > depth for length in lengths])]
+        counts, rate = select(chances, times.verify, proposal_seconds=spent)
+        rate_of_all = (len(sequences) + sum(map(sum, chances))) / (times.verify[num_drafts] + spent)
+        self._gain += _GAIN_RATE * (min(_MOST_GAIN, rate / rate_of_all - 1.0) - self._gain)
+        return counts
 
     @override
     def observe_drafts(
-        self, sequence: Hashable, outcomes: Sequence[bool], evidence: Sequence[float] | None = None
+        self, sequence: Hashable, num_accepted: int, num_rejected: int, evidence: Sequence[float] | None = None
     ) -> None:
-        self.acceptance.observe(self._request(sequence), outcomes, evidence)
+        self.acceptance.observe(self._request(sequence), num_accepted, num_rejected, evidence)
 
     @override
     def observe_target(self, shape: PassShape, seconds: float) -> None:
-        self._credit += LOOKING * seconds
+        self.trials.observe(shape.num_rows > shape.num_seqs, seconds, self.costs.target.of(shape))
         self.costs.observe_target(shape, seconds)
 
     @override
-    def observe_proposal(self, passes: Sequence[PassShape], seconds: float) -> None:
-        self._credit += LOOKING * seconds
-        self.costs.observe_proposal(passes, seconds)
+    def observe_proposal(self, passes: Sequence[PassShape], seconds: float, num_seqs: int, rest_seconds: float) -> None:
+        self.costs.observe_proposal(passes, seconds, num_seqs, rest_seconds)
 
     @override
-    def observe_rest(self, seconds: float) -> None:
-        self.costs.observe_rest(seconds)
+    def observe_rest(self, seconds: float, num_seqs: int) -> None:
+        self.costs.observe_rest(seconds, num_seqs)
 
     @override
     def forget(self, sequence: Hashable) -> None:
@@ -163,6 +159,13 @@ class AdaptiveController:
     def num_requests(self) -> int:
         """The sequences that are remembered."""
         return len(self._requests)
+
+    def _num_steps(self, counts: list[int]) -> int:
+        """For how long these counts are good: the longer, the longer they have been the same."""
+        most = _MOST_PLANNED if self._is_drafting else _MOST_IDLE
+        self._planned = min(most, 2 * self._planned) if counts == self._counts else _PLANNED
+        self._counts = counts
+        return self._planned
 
     def _request(self, sequence: Hashable) -> RequestAcceptance:
         request = self._requests.get(sequence)
@@ -189,7 +192,7 @@ class AdaptiveController:
         worth = 1.0 + _TO_BEGIN
         if self._is_drafting:
             worth = 1.0 - max(_TO_STOP, _TO_STOP_EARLY / math.sqrt(16 + self.acceptance.num_outcomes))
-        times = self._times(candidates, sum(map(len, chances)))
+        times = self._times(len(candidates), sum(map(len, chances)))
         return select(
             chances,
             times.verify,
@@ -198,29 +201,51 @@ class AdaptiveController:
             plain_seconds=times.verify[0] / worth,
         )
 
-    def _repays(self, candidates: Sequence[Candidate], counts: Sequence[int], rate: float) -> bool:
+    def _repays(self, candidates: Sequence[Candidate], selection: Selection) -> bool:
         """Whether catching up with what has not been drafted for is repaid within some tens of steps."""
-        backlog = sum([c.lag - 1 for c, count in zip(candidates, counts, strict=True) if count])
+        drafting = [c for c, count in zip(candidates, selection.counts, strict=True) if count]
+        backlog = sum([c.lag - 1 for c in drafting])
         if backlog <= _SHORTEST_LOOK * len(candidates):
             return True
-        plain_seconds = self._times(candidates, 0).verify[0]
-        gain = rate * plain_seconds / len(candidates) - 1.0  # of a step, in its own time
-        return self.costs.draft.of_rows(backlog) < gain * _REPAID_WITHIN * plain_seconds
+        plain_seconds = self._times(len(candidates), 0).verify[0]
+        gain = selection.tokens_per_second * plain_seconds / len(candidates) - 1.0  # of a step, in its own time
+        num_left = sum([_REPAID_WITHIN if c.num_left is None else min(_REPAID_WITHIN, c.num_left) for c in drafting])
+        return self.costs.draft.of_rows(backlog) < gain * num_left / len(drafting) * plain_seconds
+
+    def _chances(
+        self, candidates: Sequence[Candidate], most: Sequence[int], surplus: float = 0.0
+    ) -> list[Sequence[float]]:
+        """Of drafts that are still to be made, `surplus` logits more than expected; those of like requests are made
+        once.
+        """
+        model, known = self.acceptance, {}
+        chances = []
+        for c, num_tokens in zip(candidates, most, strict=True):
+            logit = round(model.expected_logit(self._request(c.sequence)), 1)
+            if logit not in known:
+                known[logit] = model.chances(logit + surplus, max(most))
+            chances.append(known[logit] if num_tokens == max(most) else known[logit][:num_tokens])
+        return chances
+
+    def _may_stop(self, batch_size: int) -> bool:
+        """Whether passes are dear enough, and evidence says enough, to lay out more of them than will be run."""
+        if not (self.by_evidence and self.stops) or self.acceptance.spread <= _TOLD_APART:
+            return False
+        times = self._times(batch_size, 0)
+        return times.later[batch_size] > _DEAR * times.verify[0]
 
     def _deeper(self, candidates: Sequence[Candidate], counts: Sequence[int]) -> list[int]:
         """As deep as would pay if evidence turns out well; the stop rule sees to it when it does not."""
-        model = self.acceptance
-        hoped = [
-            model.chances(self._request(c.sequence), c.most if count else 0, model.spread)
-            for c, count in zip(candidates, counts, strict=True)
-        ]
+        most = [c.most if count else 0 for c, count in zip(candidates, counts, strict=True)]
+        hoped = self._chances(candidates, most, surplus=self.acceptance.spread)
         return list(map(max, counts, self._depths(candidates, hoped).counts))
 
     def _stop_rule(self, candidates: Sequence[Candidate], counts: Sequence[int], rate: float) -> StopRule:
         model = self.acceptance
         requests = [self._request(c.sequence) for c, count in zip(candidates, counts, strict=True) if count]
-        times = self._times(candidates, sum(counts) + 1)
-        row_seconds = times.verify[sum(counts) + 1] - times.verify[sum(counts)]
+        num_drafts = sum(counts)
+        times = self._times(len(candidates), num_drafts)
+        row_seconds = (times.verify[num_drafts] - times.verify[0]) / num_drafts  # as steps go, between two nodes of f
         return StopRule(
             slope=model.slope,
             intercepts=model.intercepts,
@@ -230,10 +255,9 @@ class AdaptiveController:
             pass_tokens=rate * times.later[len(requests)],
         )
 
-    def _times(self, candidates: Sequence[Candidate], num_drafts: int) -> _Times:
+    def _times(self, batch_size: int, num_drafts: int) -> StepTimes:
         """Of steps of this batch. They are made anew now and then, and when contexts have grown."""
-        batch_size = len(candidates)
-        context = sum([c.context_len for c in candidates]) / batch_size
+        context = self._context
         times = self._times_of.get(batch_size)
         if (
             times is None
@@ -242,15 +266,15 @@ class AdaptiveController:
             or abs(context - times.context) > 16 + 0.1 * times.context
         ):
             most = max(num_drafts, batch_size if times is None else len(times.verify) - 1)
-            times = self._times_of[batch_size] = _Times.of(self.costs, batch_size, most, context)
+            times = self._times_of[batch_size] = StepTimes.of(self.costs, batch_size, most, context, self.trials.factor)
         times.uses += 1
         return times
 
     def _looks_back(self, candidates: Sequence[Candidate], counts: Sequence[int]) -> list[int]:
         """Whom there is credit to look back at, of those who do not draft: the ones with the shortest lag.
 
-        Where others draft, their first pass has room for a few rows more; else it takes a pass of its own, for which a
-        few tokens should have come together. Who has been left too far behind for the credit is given up.
+        Where others draft, their first pass has room for a few rows more; else it takes one of its own, for which a few
+        tokens should have come together. Who is too far behind for the credit is given up.
         """
         if not self.looks_back:
             return []
@@ -258,7 +282,7 @@ class AdaptiveController:
         idle = [
             (candidate.lag, i)
             for i, (candidate, count) in enumerate(zip(candidates, counts, strict=True))
-            if not count and candidate.most and candidate.lag > (_SHORTEST_LOOK if is_alone else 1)
+            if not count and candidate.most and candidate.num_unseen > (_SHORTEST_LOOK if is_alone else 0)
         ]
         rows = sum(candidate.lag for candidate, count in zip(candidates, counts, strict=True) if count)
         draft = self.costs.draft

@@ -17,7 +17,9 @@ class Candidate:
     sequence: Hashable
     most: int  # drafts that it may have
     lag: int = 1  # known tokens that the drafter has not run
+    num_unseen: int = 0  # of them, those that it can look back at: not the prompt's, nor the newest one
     context_len: int = 0  # known tokens
+    num_left: int | None = None  # tokens that may still come, where that is known
 
 
 @dataclass(slots=True)
@@ -31,35 +33,46 @@ class Plan:
     num_draft_tokens: list[int]
     looks_back: Sequence[int] = ()  # indices of candidates
     stop_rule: StopRule | None = None  # its rows are the candidates with drafts, in order
+    num_steps: int = 1  # that it is good for, as long as the candidates are the same; but for its looks
+    is_trial: bool = False  # what the target's next pass takes is to be told
 
 
 class Controller(Protocol):
     """Decides about drafts, and learns how they fare. Whatever it decides, outputs are the same."""
 
-    def plan(self, candidates: Sequence[Candidate]) -> Plan:
-        """How deep to draft for each candidate, before anything is drafted: at most `most`."""
+    def plan(self, candidates: Sequence[Candidate], num_steps: int) -> Plan:
+        """How deep to draft for each candidate, before anything is drafted: at most `most`. So many steps have come
+        since it was asked last.
+        """
         ...
 
-    def select(self, candidates: Sequence[Candidate], evidence: Sequence[Sequence[float]]) -> list[int]:
-        """How many of each candidate's drafts to verify, by the evidence of each: at most all of them."""
+    def selects(self) -> bool:
+        """Whether drafts that have just been made are to be selected from; if not, all of them are verified."""
+        return True
+
+    def select(self, sequences: Sequence[Hashable], evidence: Sequence[Sequence[float]]) -> list[int]:
+        """How many drafts of each sequence to verify, by the evidence of each: at most all of them.
+
+        The sequences are those of the last plan, though perhaps some steps later.
+        """
         ...
 
     def observe_drafts(
-        self, sequence: Hashable, outcomes: Sequence[bool], evidence: Sequence[float] | None = None
+        self, sequence: Hashable, num_accepted: int, num_rejected: int, evidence: Sequence[float] | None = None
     ) -> None:
-        """Drafts of a sequence, first to last, have stood or fallen; none behind one that fell."""
+        """The first drafts of a sequence stood, and the next one fell, or nothing is known of it (0)."""
         ...
 
     def observe_target(self, shape: PassShape, seconds: float) -> None:
         """A target pass has taken so long."""
         ...
 
-    def observe_proposal(self, passes: Sequence[PassShape], seconds: float) -> None:
-        """A proposal of such passes has taken so long."""
+    def observe_proposal(self, passes: Sequence[PassShape], seconds: float, num_seqs: int, rest_seconds: float) -> None:
+        """A proposal of such passes has taken so long, and so long the rest of a step of so many sequences."""
         ...
 
-    def observe_rest(self, seconds: float) -> None:
-        """A step has taken so long beside its passes."""
+    def observe_rest(self, seconds: float, num_seqs: int) -> None:
+        """A step without drafts has taken so long beside its pass."""
         ...
 
     def forget(self, sequence: Hashable) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import NamedTuple
 
-_LEARNING_RATE = 0.05  # of a node: some twenty passes of one kind are believed
+_LEARNING_RATE = 0.1  # of a node: some ten passes of one kind are believed
 _SURPRISING = 0.2  # in the logarithm: of a pass that departs by more, less is believed
 _NUM_RECENT = 31  # passes whose median says what all have in common
 _NUM_NEWEST = 5  # of them, whose median says how busy the machine is at this moment
@@ -17,6 +17,8 @@ _MEDIAN_EVERY = 8  # passes
 _WAIT = 10
 _SHIFT = 0.05  # in the logarithm: a median beyond it is no noise
 _STALE = 16  # passes learned from before a table is made anew
+_BESIDES = ("seconds_per_proposal", "seconds_per_step", "seconds_per_drafting", "seconds_per_sequence")
+_SHOWN = (1, 8, 32, 128)  # row counts, in a report
 
 
 class PassShape(NamedTuple):
@@ -100,6 +102,10 @@ class PassSeconds:
         self.per_row_and_kv_token *= factor
         self._num_learned = _STALE
 
+    def __str__(self) -> str:
+        """'1.2 1.3 2.4 8.1': milliseconds by row counts."""
+        return " ".join(f"{1e3 * self.of_rows(num_rows):.3g}" for num_rows in _SHOWN)
+
     def as_list(self) -> list:
         """The arguments that make another one like it."""
         others = (self.per_sequence, self.per_kv_token, self.per_row_and_kv_token)
@@ -113,7 +119,10 @@ class PassSeconds:
 
 
 class CostModel:
-    """The target's passes, the drafter's if a model drafts, and what a proposal and a step take besides, in seconds.
+    """The target's passes, the drafter's if a model drafts, and what a step and a proposal take besides, in seconds.
+
+    Beside the passes, a step of B sequences takes `rest(B)`. A proposal for n of them takes `proposal(n)`: whatever is
+    added to a step that drafts, and is no pass.
 
     Decisions compare. A neighbour on the machine slows everything alike: what the target's last passes have in common
     is a `drift`, which changes no comparison. What proposals, or the rest of a step, depart from that is learned: at
@@ -126,12 +135,34 @@ class CostModel:
         draft: PassSeconds | None = None,
         seconds_per_proposal: float = 0.0,
         seconds_per_step: float = 0.0,
+        *,
+        seconds_per_drafting: float = 0.0,  # sequence
+        seconds_per_sequence: float = 0.0,  # and step
     ):
         self.target = target
         self.draft = draft
         self.seconds_per_proposal = seconds_per_proposal
         self.seconds_per_step = seconds_per_step
+        self.seconds_per_drafting = seconds_per_drafting
+        self.seconds_per_sequence = seconds_per_sequence
         self._of_target, self._of_proposals, self._of_rest = _Surprises(), _Surprises(), _Surprises()
+
+    def __str__(self) -> str:
+        """A line, as the costs are known now."""
+        draft = "" if self.draft is None else f", of the draft {self.draft} ms"
+        return (
+            f"passes of {' '.join(map(str, _SHOWN))} rows {self.target} ms{draft}; "
+            f"besides, {1e3 * self.proposal(1):.2g} to {1e3 * self.proposal(_SHOWN[-1]):.2g} ms a proposal, "
+            f"{1e3 * self.rest(1):.2g} to {1e3 * self.rest(_SHOWN[-1]):.2g} a step"
+        )
+
+    def rest(self, num_seqs: int) -> float:
+        """Of a step, beside its passes."""
+        return self.seconds_per_step + num_seqs * self.seconds_per_sequence
+
+    def proposal(self, num_seqs: int) -> float:
+        """Of a proposal for so many, beside its passes."""
+        return self.seconds_per_proposal + num_seqs * self.seconds_per_drafting
 
     @property
     def drift(self) -> float:
@@ -145,47 +176,61 @@ class CostModel:
             self._of_target.add(surprise)
             self.target.learn(shape.num_rows, surprise - self.drift)
 
-    def observe_proposal(self, passes: Sequence[PassShape], seconds: float) -> None:
-        """A proposal of such passes has taken so long."""
-        draft = self.draft
+    def observe_proposal(
+        self, passes: Sequence[PassShape], seconds: float, num_seqs: int = 0, rest_seconds: float = 0.0
+    ) -> None:
+        """A proposal of such passes has taken so long, and the rest of the step, of so many sequences, so long.
+
+        What the rest takes more than in a step without drafts is on the proposal's account.
+        """
+        draft, busy = self.draft, self._of_target.newest
+        usual = math.exp(busy) * self.rest(num_seqs)
+        if 0 < rest_seconds < _WAIT * usual:
+            seconds += rest_seconds - usual
         of_passes = [0.0 if draft is None else draft.of(shape) for shape in passes]
-        expected = self.seconds_per_proposal + sum(of_passes)
+        besides = self.proposal(passes[0].num_seqs) if passes else self.seconds_per_proposal
+        expected = besides + sum(of_passes)
         if not (seconds > 0 and expected > 0):
             return
-        surprise = math.log(seconds / expected) - self._of_target.newest
+        surprise = math.log(seconds / expected) - busy
         self._of_proposals.add(surprise)
         factor = self._of_proposals.take_shift()
-        if factor != 1.0:
-            self.seconds_per_proposal *= factor
+        shifted = factor != 1.0
+        if not shifted:
+            factor = math.exp(besides / expected * _believed(surprise))
+        self.seconds_per_proposal *= factor
+        self.seconds_per_drafting *= factor
+        if shifted:
             if draft is not None:
                 draft.scale(factor)
-            return
-        self.seconds_per_proposal *= math.exp(self.seconds_per_proposal / expected * _believed(surprise))
-        if draft is not None:
+        elif draft is not None:
             for shape, of_pass in zip(passes, of_passes, strict=True):
                 if shape.num_rows > 0:
                     draft.learn(shape.num_rows, surprise, of_pass / expected)
 
-    def observe_rest(self, seconds: float) -> None:
-        """A step has taken so long beside its passes; what is ten times as long as expected was a wait."""
-        if 0 < seconds < _WAIT * self.seconds_per_step:
-            surprise = math.log(seconds / self.seconds_per_step) - self._of_target.newest
-            self._of_rest.add(surprise)
-            self.seconds_per_step *= self._of_rest.take_shift()
+    def observe_rest(self, seconds: float, num_seqs: int = 0) -> None:
+        """A step without drafts, of so many sequences, has taken so long beside its pass.
+
+        What is ten times as long as expected was a wait.
+        """
+        expected = self.rest(num_seqs)
+        if 0 < seconds < _WAIT * expected:
+            self._of_rest.add(math.log(seconds / expected) - self._of_target.newest)
+            factor = self._of_rest.take_shift()
+            self.seconds_per_step *= factor
+            self.seconds_per_sequence *= factor
 
     def as_dict(self) -> dict:
         """Plain data, as `of_dict` reads it."""
         passes = {name: getattr(self, name) for name in ("target", "draft")}
-        return {name: None if of_name is None else of_name.as_list() for name, of_name in passes.items()} | {
-            "seconds_per_proposal": self.seconds_per_proposal,
-            "seconds_per_step": self.seconds_per_step,
-        }
+        besides = {name: getattr(self, name) for name in _BESIDES}
+        return {name: None if of_name is None else of_name.as_list() for name, of_name in passes.items()} | besides
 
     @classmethod
     def of_dict(cls, values: Mapping) -> CostModel:
         """The reverse of `as_dict`. ValueError, KeyError or TypeError if it is none."""
         passes = [None if values[name] is None else PassSeconds(*values[name]) for name in ("target", "draft")]
-        return cls(*passes, float(values["seconds_per_proposal"]), float(values["seconds_per_step"]))
+        return cls(*passes, **{name: float(values[name]) for name in _BESIDES})
 
 
 class _Surprises:

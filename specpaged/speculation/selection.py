@@ -58,15 +58,6 @@ def select(
     return Selection(_counts(len(chances), order[:best]), best_rate)
 
 
-def tetris(chances: Chances, capacity: int) -> list[int]:
-    """How many drafts of each sequence to verify: the `capacity` most likely ones, of equals those of shorter drafts.
-
-    TETRIS as published: drafts are base_K + extra tokens long, and the capacity is base_K for each sequence.
-    """
-    order = sorted([(-chance, j, i) for i, of_sequence in enumerate(chances) for j, chance in enumerate(of_sequence)])
-    return _counts(len(chances), order[: max(0, capacity)])
-
-
 def _counts(num_sequences: int, chosen: Sequence[tuple[float, int, int]]) -> list[int]:
     counts = [0] * num_sequences
     for _, _, i in chosen:

@@ -89,8 +89,8 @@ class SyntheticPair:
 
 
 def synthetic_pair(
-    target: str,
-    draft: str,
+    target: str | Shape,
+    draft: str | Shape,
     *,
     directory: str | Path,
     acceptance: float | Sequence[float] = 0.8,
@@ -102,15 +102,16 @@ def synthetic_pair(
     """Write a target and a draft into `directory`, whose greedy tokens agree at the rate `acceptance`, or at one rate
     for each region of the vocabulary; with `turns_after`, outputs go to the next region behind so many tokens.
 
-    `target` and `draft` are names of SHAPES; `scale` divides widths, heads, layers and the vocabulary (never below
-    what the family needs). Each config.json says "synthetic", as the start-up report of an engine on it does.
+    `target` and `draft` are names of SHAPES, or shapes like theirs; `scale` divides widths, heads, layers and the
+    vocabulary (never below what the family needs). Each config.json says "synthetic", as the start-up report of an
+    engine on it does.
 
     Raises:
         ValueError: naming the argument, its value and what is allowed.
     """
     for name, value in (("target", target), ("draft", draft)):
-        if value not in SHAPES:
-            raise ValueError(f"{name}={value!r} is unknown; allowed: {', '.join(SHAPES)}")
+        if isinstance(value, str) and value not in SHAPES:
+            raise ValueError(f"{name}={value!r} is unknown; allowed: {', '.join(SHAPES)}, or an entry like theirs")
     rates = (acceptance,) if isinstance(acceptance, int | float | str) else tuple(acceptance)
     if not rates or not all(isinstance(rate, int | float) and 0 <= rate <= 1 for rate in rates):
         raise ValueError(f"acceptance={acceptance!r} must be a number from 0 to 1, or several")
@@ -120,17 +121,18 @@ def synthetic_pair(
         raise ValueError(f"scale={scale!r} must be an int from 1 to 64")
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r} is unknown; allowed: {', '.join(DTYPES)}")
-    shapes = [_scaled(SHAPES[name], scale) for name in (target, draft)]
+    shapes = [_scaled(SHAPES[shape] if isinstance(shape, str) else shape, scale) for shape in (target, draft)]
     vocab_size = shapes[0]["vocab_size"]
     if shapes[1]["vocab_size"] != vocab_size:
         raise ValueError(f"draft={draft!r} has another vocabulary than target={target!r}; allowed: one of its family")
     generator = torch.Generator().manual_seed(seed)
     successor, proposed = successors(vocab_size, rates, generator, turns_after)
     paths = []
-    for role, name, shape, follows in (
+    for role, of_role, shape, follows in (
         ("target", target, shapes[0], successor),
         ("draft", draft, shapes[1], proposed),
     ):
+        name = of_role if isinstance(of_role, str) else "custom"
         path = Path(directory) / f"synthetic-{role}-{name}"
         label = f"synthetic: the shape of {name}" + (f" / {scale}" if scale > 1 else "")
         config = AutoConfig.for_model(

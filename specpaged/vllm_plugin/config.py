@@ -14,7 +14,8 @@ from specpaged.speculative_config import METHODS, SpeculativeConfig
 
 LOAD_FORMATS = ("auto", "hf", "safetensors")
 # Keys of `--additional-config '{"specpaged": {...}}'`.
-OPTIONS: dict[str, tuple[str, ...]] = {
+OPTIONS: dict[str, tuple[str | bool, ...]] = {
+    "adaptive": (True, False),
     "numerics": NUMERICS,
     "draft_numerics": NUMERICS,
     "attention_backend": ATTENTION_BACKENDS,
@@ -41,6 +42,7 @@ def engine_config(vllm_config: VllmConfig, device: str) -> EngineConfig:
             "method draft_model"
         )
     speculative = None
+    is_adaptive = given.pop("adaptive", True)
     asked = vllm_config.speculative_config
     if asked is not None:
         of_method = {"model": asked.model}
@@ -48,9 +50,11 @@ def engine_config(vllm_config: VllmConfig, device: str) -> EngineConfig:
             of_method = {"prompt_lookup_min": asked.prompt_lookup_min, "prompt_lookup_max": asked.prompt_lookup_max}
         elif draft_numerics is not None:
             of_method["numerics"] = draft_numerics
-        speculative = SpeculativeConfig(
-            method=asked.method, num_speculative_tokens=asked.num_speculative_tokens, **of_method
-        )
+        if is_adaptive and not asked.num_speculative_tokens_per_batch_size:
+            of_method |= {"num_speculative_tokens": "auto", "max_num_speculative_tokens": asked.num_speculative_tokens}
+        else:  # of which vLLM's scheduler asks fewer, where it is told so by batch size
+            of_method["num_speculative_tokens"] = asked.num_speculative_tokens
+        speculative = SpeculativeConfig(method=asked.method, **of_method)
     return EngineConfig(
         model=model.model,
         speculative_config=speculative,
@@ -68,7 +72,7 @@ def engine_config(vllm_config: VllmConfig, device: str) -> EngineConfig:
     )
 
 
-def options(additional_config: Any) -> dict[str, str]:
+def options(additional_config: Any) -> dict[str, Any]:
     """The plugin's own options, out of vLLM's additional_config.
 
     Raises:

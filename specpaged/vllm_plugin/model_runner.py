@@ -19,6 +19,7 @@ from specpaged.engine.sequence import Sequence
 from specpaged.engine.step import ScoredStep, SpeculativeStep
 from specpaged.metrics import EngineMetrics
 from specpaged.sampling.logprobs import TokenLogprobs
+from specpaged.speculation.cost_model import CostModel
 from specpaged.verification.base import VerifyOutput
 from specpaged.vllm_plugin.grammar import apply_grammar
 from specpaged.vllm_plugin.metrics import MetricsExport
@@ -49,6 +50,12 @@ class SpecPagedModelRunner:
     def metrics(self) -> EngineMetrics:
         """Totals since the worker started."""
         return self.speculative_step.metrics
+
+    @property
+    def costs(self) -> CostModel | None:
+        """What passes take, where it decides how much is drafted."""
+        planner = self.speculative_step.planner
+        return None if planner is None else planner.costs
 
     @property
     def has_step(self) -> bool:
@@ -86,6 +93,7 @@ class SpecPagedModelRunner:
 
         self.speculative_step.propose(scored, reserve)
         self._drafted = [entry.sequence for entry in scored.entries]
+        self.sequences.note_draft_kv(self._drafted)
         if self.metrics_export is not None:
             self.metrics_export.update(self.metrics)
         return self._output(scored, verified, num_nans)

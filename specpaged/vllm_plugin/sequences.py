@@ -16,7 +16,7 @@ from specpaged.engine.scheduler import ScheduledSequence
 from specpaged.engine.sequence import Sequence, derived_seed
 from specpaged.paging.block_allocator import IntegrityError
 from specpaged.paging.leased_page_table import LeasedPageTable
-from specpaged.paging.page_table import TARGET
+from specpaged.paging.page_table import DRAFT, TARGET
 from specpaged.sampling.request import SamplingRequest
 from specpaged.vllm_plugin.params import translated
 
@@ -54,6 +54,9 @@ class Sequences:
         self.owes_prompt_logprobs: set[Sequence] = set()  # vLLM takes them with an output token, once and whole
         self._sequences: dict[str, Sequence] = {}
         self._gone: list[Sequence] = []  # in the last update
+        # Blocks whose every token has the draft's KV, too. vLLM shares blocks by their tokens: all that it gives as
+        # computed have the target's, and the draft's where somebody has drafted.
+        self._have_draft_kv: set[int] = set()
         self._num_seeds_derived = 0
 
     def __len__(self) -> int:
@@ -87,6 +90,7 @@ class Sequences:
                 self._restart(request_id, token_ids, new_blocks[0], cached.num_computed_tokens[i])
             elif new_blocks is not None:
                 self._sequences[request_id].page_table.lend(new_blocks[0])
+                self._have_draft_kv.difference_update(new_blocks[0])
         entries = []
         for request_id, num_scheduled in scheduled.num_scheduled_tokens.items():
             given = scheduled.scheduled_spec_decode_tokens.get(request_id, ())
@@ -139,15 +143,26 @@ class Sequences:
         return replace(request, params=params, prompt_token_ids=prompt_token_ids)
 
     def _restart(self, request_id: str, token_ids: SequenceOf[int], blocks: SequenceOf[int], num_tokens: int) -> None:
-        """Give a sequence these tokens and these blocks, which hold valid KV of its first num_tokens tokens.
-
-        Whoever filled a cached block did so in every pool.
-        """
+        """Give a sequence these tokens and these blocks, which hold the target's KV of its first num_tokens tokens."""
         sequence = self._sequences[request_id]
         sequence.token_ids[:] = token_ids
         sequence.output_token_ids[:] = token_ids[sequence.num_prompt_tokens :]
-        sequence.page_table.restart(blocks, num_tokens)
+        num_computed = num_tokens // self.block_size
+        self._have_draft_kv.difference_update(blocks[num_computed:])
+        num_drafted = 0
+        while num_drafted < num_computed and blocks[num_drafted] in self._have_draft_kv:
+            num_drafted += 1
+        context_lens = [num_tokens, num_drafted * self.block_size]
+        sequence.page_table.restart(blocks, context_lens[: self.num_pools])
         self._drop(sequence)
+
+    def note_draft_kv(self, sequences: SequenceOf[Sequence]) -> None:
+        """Remember the blocks of these sequences that the drafter has filled with committed tokens."""
+        for sequence in sequences if self.num_pools > DRAFT else ():
+            table = sequence.page_table
+            num_full = min(table.context_lens) // self.block_size
+            self._have_draft_kv.update(table.blocks[table.num_published[DRAFT] : num_full])
+            table.num_published[DRAFT] = num_full
 
     def _forget(self, request_id: str) -> None:
         sequence = self._sequences.pop(request_id, None)
@@ -199,6 +214,8 @@ class Sequences:
             sequence.page_table.check_integrity()
             if max(sequence.page_table.context_lens) > sequence.num_tokens + self.max_draft_tokens:
                 raise IntegrityError(f"{sequence!r} has KV of more tokens than it has")
+        if not all(0 < block <= self.num_blocks for block in self._have_draft_kv):
+            raise IntegrityError(f"blocks {sorted(self._have_draft_kv)} have a draft's KV; there are {self.num_blocks}")
         strangers = (self.has_grammar | self.owes_prompt_logprobs) - set(self)
         if strangers:
             raise IntegrityError(f"{strangers} have ended, and are still remembered")

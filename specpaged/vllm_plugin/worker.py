@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import psutil
@@ -18,11 +19,12 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from specpaged.drafting import get_drafter
+from specpaged.engine.cost_probe import get_planner
 from specpaged.engine.report import StartupReport
 from specpaged.engine.step import SpeculativeStep
 from specpaged.metrics import EngineMetrics
 from specpaged.modeling.pair import ModelPair
-from specpaged.modeling.shard import Shard
+from specpaged.modeling.shard import Shard, gathered
 from specpaged.paging.kv_cache import PagedKVCache
 from specpaged.vllm_plugin import admission
 from specpaged.vllm_plugin.compat import check_version
@@ -116,7 +118,9 @@ class SpecPagedWorker(Refusals, WorkerBase):
         )
         ensure_model_parallel_initialized(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
         group = get_tp_group()
-        return Shard(group.rank_in_group, group.world_size, all_gather=lambda x: group.all_gather(x, dim=-1))
+        # vLLM's own gather in shared memory, which it has on CPUs with AVX-512, divides by zero (0.32).
+        all_gather = partial(gathered, group.cpu_group) if self.device.type == "cpu" else group.all_gather
+        return Shard(group.rank_in_group, group.world_size, all_gather)
 
     @override
     @while_starting
@@ -199,20 +203,24 @@ class SpecPagedWorker(Refusals, WorkerBase):
             seed=config.seed,
             engine=parallel.data_parallel_index,
         )
+        draft = drafter.runner if pair.draft is not None else None
+        planner = get_planner(config, target, draft, drafter, self.shard is None)
         speculative_step = SpeculativeStep(
             target,
             drafter,
             "coupled",
             pair.vocab_size,
             EngineMetrics(),
-            # vLLM shares blocks by their tokens, whoever has filled them.
-            follows_target=config.enable_prefix_caching,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            planner=planner,
+            # vLLM shares blocks by their tokens, and hidden states do not come again.
+            follows_target=config.enable_prefix_caching and drafter is not None and drafter.hidden_states is not None,
             # Each rank runs the whole draft, and quick kernels may differ in a bit.
             agree=get_tp_group().broadcast_object if self.shard is not None else None,
         )
         metrics_export = MetricsExport(parallel.data_parallel_index) if self.is_driver_worker else None
         self.model_runner = SpecPagedModelRunner(speculative_step, sequences, metrics_export)
-        logger.info("%s", StartupReport.of(config, target, drafter.runner if pair.draft is not None else None))
+        logger.info("%s", StartupReport.of(config, target, draft, self.model_runner.costs))
 
     def _runners(self, pair: ModelPair, caches: Sequence[PagedKVCache]) -> tuple[ModelRunner, Drafter | None]:
         """The target's runner, and the drafter, on these pools."""
@@ -222,8 +230,7 @@ class SpecPagedWorker(Refusals, WorkerBase):
         target, *drafts = pair.runners(caches, config.max_model_len, enforce_eager)
         # Tokens of one step are in one pass: a request may find blocks in the cache that another one fills in it.
         num_tokens = config.max_num_batched_tokens + config.max_num_seqs
-        draft = drafts[0] if drafts else None
-        return target, get_drafter(config.speculative_config, draft, pair.vocab_size, num_tokens)
+        return target, get_drafter(config.speculative_config, *(drafts or [None]), pair.vocab_size, num_tokens)
 
     @while_starting
     def update_max_model_len(self, max_model_len: int) -> None:
@@ -257,6 +264,10 @@ class SpecPagedWorker(Refusals, WorkerBase):
         """The target's decoder."""
         return self.pair.target.decoder
 
+    def draft_costs(self) -> str:
+        """What passes take, as decisions of how much to draft have it now; for /collective_rpc."""
+        return str(self.model_runner.costs)
+
     @override
     def synchronize_device(self) -> None:
         if self.device.type == "cuda":
@@ -278,9 +289,7 @@ class SpecPagedWorker(Refusals, WorkerBase):
             return self.refuse("reload_weights", "the target is spread over ranks")
         if weights_iterator is not None or not is_checkpoint_format:
             raise ValueError("reload_weights takes no weights_iterator, and is_checkpoint_format=True alone")
-        config = self.engine_config
-        if weights_path is not None:
-            config = replace(config, model=weights_path)
+        config = self.engine_config if weights_path is None else replace(self.engine_config, model=weights_path)
         pair = ModelPair.load(config)
         shapes, served = ([(m.kv_spec, m.dtype, p.vocab_size) for m in p.models] for p in (pair, self.pair))
         if shapes != served:

@@ -36,7 +36,8 @@ class Whim:
         self.num_looks = 0
         self.forgotten = set()
 
-    def plan(self, candidates):
+    def plan(self, candidates, num_steps):
+        assert num_steps > 0
         rng, draws = self.rng, self.rng.random()
         self.forgotten -= {candidate.sequence for candidate in candidates}  # back from a preemption
         counts = [rng.randint(0, candidate.most) if draws < 0.6 else 0 for candidate in candidates]
@@ -45,14 +46,17 @@ class Whim:
         self.num_looks += len(looks)
         return Plan(counts, looks)
 
-    def select(self, candidates, evidence):
+    def selects(self):
+        return self.rng.random() < 0.8
+
+    def select(self, sequences, evidence):
         return [self.rng.randint(0, len(of_draft)) for of_draft in evidence]
 
-    def observe_drafts(self, sequence, outcomes, evidence=None):
+    def observe_drafts(self, sequence, num_accepted, num_rejected, evidence=None):
         assert sequence not in self.forgotten
-        assert False not in outcomes[:-1]
-        assert evidence is None or len(outcomes) <= len(evidence)
-        self.outcomes += outcomes
+        assert num_rejected in (0, 1)
+        assert evidence is None or num_accepted + num_rejected <= len(evidence)
+        self.outcomes += [True] * num_accepted + [False] * num_rejected
 
     def forget(self, sequence):
         self.forgotten.add(sequence)
@@ -95,15 +99,30 @@ def test_outputs_do_not_depend_on_what_is_decided(toy_pair, seed, method, argume
     assert whim.num_looks > 0 or method == "ngram"
 
 
+@pytest.mark.parametrize("speculative", [{"num_speculative_tokens": "auto"}, {"selection": "tetris"}], ids=str)
+def test_outputs_are_plain_decodings_with_the_controllers_that_ship(toy_pair, speculative):
+    prompts = toys.prompts(len(PARAMS), seed=4)
+    expected = token_ids(generate(make_llm(toy_pair, k=0), prompts, [as_plain(params) for params in PARAMS]))
+    llm = make_llm(toy_pair, k=3, speculative=speculative, enable_prefix_caching=True)
+    assert token_ids(generate(llm, prompts, PARAMS)) == expected
+    metrics = llm.metrics
+    assert metrics.accepted_tokens <= metrics.draft_tokens <= metrics.proposed_tokens
+    if "selection" in speculative:
+        assert 0 < metrics.draft_tokens < metrics.proposed_tokens  # 3 and 2 more are drafted, 3 in the mean verified
+        assert metrics.token_efficiency == metrics.accepted_tokens / metrics.proposed_tokens
+
+
 def as_plain(params):
     return SamplingParams(**{**vars(params), "extra_args": None})
 
 
-def test_a_draft_that_is_the_target_is_right_wherever_it_drafts_or_looks_back(toy_pair):
-    """Of greedy requests: also of drafts that nobody verified."""
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_a_draft_that_is_the_target_is_right_wherever_it_drafts_or_looks_back(toy_pair, temperature):
+    """Also of drafts that nobody verified. Looking back, it meets the noise that the tokens have met."""
     llm = make_llm(toy_pair, draft=toy_pair.target, speculative={"num_speculative_tokens": "auto", "numerics": "exact"})
     whim = with_whim(llm, 5)
-    generate(llm, toys.prompts(4), PARAMS[0])
+    params = [SamplingParams(temperature=temperature, seed=i, max_tokens=20, ignore_eos=True) for i in range(4)]
+    generate(llm, toys.prompts(4), params)
     assert whim.num_looks > 0
     assert len(whim.outcomes) > llm.metrics.draft_tokens  # those that were left out among them
     assert all(whim.outcomes)

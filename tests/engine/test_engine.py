@@ -196,9 +196,9 @@ def test_k_follows_the_batch_size(toy_pair, plain, monkeypatch):
         assert max(step) == k or len(step) == 1  # fewer only at the very end of the last sequence
 
 
-def test_k_is_the_devices_by_batch_size_where_nobody_says_it(toy_pair):
+def test_where_nobody_says_k_it_is_decided_in_every_step_or_the_devices_by_batch_size_in_studies(toy_pair):
     for device, ranges in DEFAULT_NUM_SPECULATIVE_TOKENS.items():
-        resolved = SpeculativeConfig().resolved(f"{device}:0")
+        resolved = SpeculativeConfig().resolved(f"{device}:0", is_for_studies=True)
         for first, last, k in ranges:
             assert resolved.num_draft_tokens(first) == resolved.num_draft_tokens(last) == k > 0
         assert resolved.num_draft_tokens(1000) == 0
@@ -208,9 +208,10 @@ def test_k_is_the_devices_by_batch_size_where_nobody_says_it(toy_pair):
     with pytest.raises(ValueError, match="says no K"):
         SpeculativeConfig().num_draft_tokens(1)
     llm = make_llm(toy_pair, speculative={"num_speculative_tokens": None})
-    assert llm.config.speculative_config == SpeculativeConfig(model=toy_pair.draft).resolved("cpu")
-    outputs = generate(llm, toys.prompts(3), SamplingParams(max_tokens=20, **GREEDY))
-    assert max(output.metrics.draft_tokens for output in outputs) > 0
+    assert llm.config.speculative_config == SpeculativeConfig(model=toy_pair.draft, num_speculative_tokens="auto")
+    assert llm.config.speculative_config.max_draft_tokens == 8
+    studied = make_llm(toy_pair, speculative={"num_speculative_tokens": None}, rollback="repad")
+    assert studied.config.speculative_config.num_draft_tokens(1) == 5
 
 
 def test_a_draft_that_was_left_behind_catches_up(toy_pair):
@@ -469,12 +470,13 @@ def test_k_zero_is_the_plain_path(toy_pair):
 
 
 @pytest.mark.skipif("SPECPAGED_SPEC_BENCH" not in os.environ, reason="SPECPAGED_SPEC_BENCH names no prompts file")
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_real_prompts_on_the_embedded_pair_are_exact(temperature):
+@pytest.mark.parametrize(("temperature", "k"), [(0.0, None), (0.0, 2), (0.8, 2)])
+def test_real_prompts_on_the_embedded_pair_are_exact(temperature, k):
+    """With a fixed K drafts are sure to be made; what is decided by default depends on the machine."""
     from specpaged.prompts import clip, evenly_spread, load_prompts
 
     records = evenly_spread(load_prompts(os.environ["SPECPAGED_SPEC_BENCH"]), 32)
-    llm = LLM(max_num_seqs=16)
+    llm = LLM(max_num_seqs=16, speculative_config=SpeculativeConfig(num_speculative_tokens=k))
     ids, _ = clip([llm.tokenizer.encode(record.text) for record in records], 400)
     prompts = [{"prompt_token_ids": x} for x in ids]
     fast = [SamplingParams(temperature=temperature, seed=i, max_tokens=32) for i in range(32)]
@@ -485,4 +487,5 @@ def test_real_prompts_on_the_embedded_pair_are_exact(temperature):
     plain = [generate(llm, prompt, p)[0] for prompt, p in zip(prompts, slow, strict=True)]
     assert llm.metrics.draft_tokens == 0
     assert token_ids(generate(llm, prompts, fast)) == token_ids(plain)
-    assert llm.metrics.accepted_tokens > 0
+    if k is not None:
+        assert llm.metrics.accepted_tokens > 0

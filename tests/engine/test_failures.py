@@ -345,7 +345,7 @@ def test_an_interrupted_step_leaves_requests_that_go_on(tokenizer_pair, monkeypa
     assert token_ids([outputs[str(i)] for i in range(3)]) == expected
 
 
-def test_a_prompt_that_was_cached_without_drafts_is_found_by_its_like_and_drafted_behind_with_success(tokenizer_pair):
+def test_a_prompt_that_was_cached_without_drafts_is_found_by_everybody_and_drafted_behind_with_success(tokenizer_pair):
     """A request that never drafts leaves no draft KV: who drafts may not take its blocks for blocks of both."""
     (prompt,) = toys.prompts(1, shortest=40)
     llm = make_llm(
@@ -359,5 +359,5 @@ def test_a_prompt_that_was_cached_without_drafts_is_found_by_its_like_and_drafte
         (output,) = generate(llm, prompt, params)
         assert token_ids([output]) == expected
         cached.append(output.metrics.cached_prompt_tokens > 0)
-    assert cached == [True, False, True, True]
+    assert cached == [True] * 4
     assert llm.metrics.acceptance_rate == 1.0

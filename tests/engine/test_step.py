@@ -20,6 +20,7 @@ from specpaged.engine.sequence import Sequence
 from specpaged.modeling.forward_output import HiddenStates, HiddenStatesRequest
 from specpaged.paging.page_table import DRAFT, TARGET
 from specpaged.sampling.noise import gumbel_noise
+from specpaged.speculation.controller import Plan
 from tests import toys
 from tests.engine.test_engine import GREEDY, make_llm, token_ids
 from tests.modeling.world import World
@@ -334,3 +335,36 @@ def test_noise_is_drawn_once_for_a_draft_and_its_verification(toy_pair, monkeypa
     assert any(calls[1::2])
     assert not any(before & after for before, after in pairwise(calls))
     assert step.noise == {}  # nothing is kept for nobody
+
+
+def test_a_long_backlog_is_caught_up_with_in_several_steps(toy_pair, monkeypatch):
+    """No proposal runs more of it than a step has room for; drafts come with the last of them."""
+    llm = make_llm(toy_pair, k=3, speculative={"num_speculative_tokens": "auto"}, max_num_batched_tokens=24)
+    step, depth, ran = llm.engine.speculative_step, 0, []
+    propose = step.drafter.propose
+    monkeypatch.setattr(step.planner.controller, "plan", lambda candidates, _: Plan([depth] * len(candidates)))
+    monkeypatch.setattr(
+        step.drafter,
+        "propose",
+        lambda rows, *rest: (
+            ran.append([(len(row.token_ids), row.num_draft_tokens) for row in rows]) or propose(rows, *rest)
+        ),
+    )
+    prompts = [{"prompt_token_ids": list(range(1, 1 + n))} for n in (60, 6)]
+    for i, prompt in enumerate(prompts):
+        params = SamplingParams(max_tokens=30, **GREEDY)
+        llm.engine.add_request(str(i), prompt["prompt_token_ids"], params)
+    while not all(r.sequences[0].output_token_ids for r in llm.engine.requests.values()):
+        llm.engine.step()
+    assert not ran
+    depth = 3
+    for _ in range(12):
+        llm.engine.step()
+        llm.engine.check_integrity()
+    first, *_ = ran
+    assert first[0] == (24, 0)
+    assert first[1][1] == 3
+    backlogs = [num_tokens for rows in ran for num_tokens, _ in rows if num_tokens > 16]
+    assert sum(backlogs) >= 48
+    assert all(sum(n for n, _ in rows if n > 16) <= 24 for rows in ran)
+    assert any(k == 3 for _, k in [rows[0] for rows in ran])

@@ -1,9 +1,12 @@
 """Passes of which each runs what the one before found: in one call what they are one by one."""
 
 import dataclasses
+import random
 
+import hypothesis.strategies as st
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
 
 from specpaged.drafting.base import DraftRow
 from specpaged.drafting.draft_steps import DraftSteps
@@ -12,9 +15,12 @@ from specpaged.modeling.loading import load_model
 from specpaged.modeling.model_runner import ModelRunner
 from specpaged.modeling.ragged_batch import RaggedRow, pack
 from specpaged.paging.kv_cache import PagedKVCache
+from specpaged.speculation.acceptance import logits_of
+from specpaged.speculation.stop_rule import StopRule
 from tests import toys
 from tests.modeling.world import random_tokens
 
+pytestmark = pytest.mark.usefixtures("without_bfloat16_units")
 BLOCK_SIZE = 4
 VOCAB_SIZE = 120  # of the toys' 128
 
@@ -25,7 +31,7 @@ def model(request, toy_path):
     return load_model(toy_path(family), dtype=dtype, max_model_len=64, attention_backend="cpp")
 
 
-def proposal(model, in_one_call: bool, monkeypatch) -> tuple[list[DraftedTokens], list[torch.Tensor]]:
+def proposal(model, in_one_call: bool, monkeypatch, rule=None) -> tuple[list[DraftedTokens], list[torch.Tensor]]:
     """4, 1 and 2 drafts of three rows that have not been seen before: those of each step, and the KV."""
     runner = ModelRunner(model, PagedKVCache(model.kv_spec, 16, BLOCK_SIZE, model.dtype, "cpu"))
     for layer in runner.kv_cache.layers:
@@ -43,7 +49,7 @@ def proposal(model, in_one_call: bool, monkeypatch) -> tuple[list[DraftedTokens]
     monkeypatch.setattr(model, "run", lambda *operands: calls.append(1) or run(*operands))
     if not in_one_call:
         monkeypatch.setattr(model.decoder, "runs_greedy_steps", lambda num_rows: False)
-    found = runner.greedy_steps(batches, steps.source_idx, VOCAB_SIZE)
+    found = runner.greedy_steps(batches, steps.source_idx, VOCAB_SIZE, rule)
     assert len(calls) == (0 if in_one_call else len(steps))
     monkeypatch.undo()
     return found, runner.kv_cache.layers
@@ -59,6 +65,36 @@ def test_one_call_finds_what_single_passes_find(model, monkeypatch):
         torch.testing.assert_close(ours.logprobs, theirs.logprobs, rtol=0, atol=1e-5)
     for ours, theirs in zip(layers, expected_layers, strict=True):
         assert torch.equal(ours, theirs)
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(seed=st.integers(0, 10_000))
+def test_a_call_with_a_stop_rule_ends_where_the_rule_says(model, seed):
+    """Of 4, 1 and 2 drafts: with what it finds, the rule is asked in Python, where it is written down."""
+    rng = random.Random(seed)
+    rule = StopRule(
+        slope=rng.uniform(0, 2),
+        intercepts=[rng.uniform(-1, 3) for _ in range(rng.choice([1, 2, 4]))],
+        leads=[rng.uniform(-1, 3) for _ in range(3)],
+        expected=[rng.uniform(0.2, 1) for _ in range(3)],
+        row_tokens=rng.choice([0.0, 0.05]),
+        pass_tokens=rng.uniform(0, 0.6),
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        all_steps, _ = proposal(model, True, patch)
+        found, _ = proposal(model, True, patch, rule)
+    chances, rows, num_steps = [1.0] * 3, [0, 1, 2], 1
+    for step, going_on in enumerate([[0, 2], [0], [0]]):
+        for i, logprob in zip(rows, all_steps[step].logprobs.tolist(), strict=True):
+            chances[i] = rule.chance(chances[i], step, logits_of([logprob])[0], i)
+        rows = going_on
+        if not rule.goes_on([chances[i] for i in rows], rows):
+            break
+        num_steps += 1
+    assert len(found) == num_steps
+    for ours, theirs in zip(found, all_steps, strict=False):
+        assert torch.equal(ours.token_ids, theirs.token_ids)
+        assert torch.equal(ours.logprobs, theirs.logprobs)
 
 
 @pytest.mark.parametrize("in_one_call", [True, False])
@@ -138,6 +174,9 @@ def test_rows_that_are_not_there_are_refused(model):
     two = pack([RaggedRow([5], 2, [1], 1), RaggedRow([5], 0, [2], 1)], BLOCK_SIZE)
     with pytest.raises(IndexError, match="source_idx leads outside"):  # two rows for one token
         runner.greedy_steps([first, two], [None, None], VOCAB_SIZE)
+    rule = StopRule(1.0, [0.0], [0.0] * 2, [1.0] * 2, 0.0, 0.0)  # of more rows than there are
+    with pytest.raises(IndexError, match="source_idx leads outside"):
+        runner.greedy_steps([first, second], [None, None], VOCAB_SIZE, rule)
     for vocab_size in (0, model.vocab_size + 1):
         with pytest.raises(IndexError, match="vocab_size leads outside"):
             runner.greedy_steps([first], [None], vocab_size)

@@ -16,6 +16,7 @@ from specpaged.modeling.ragged_batch import RaggedRow, pack
 from tests.modeling.families import FAMILIES, toy_config
 from tests.modeling.world import World, random_tokens
 
+pytestmark = pytest.mark.usefixtures("without_bfloat16_units")
 FLAT = [name for name in FAMILIES if toy_config(name).model_type in flat_families.FAMILIES]
 DECODERS = [(name, kind) for name in FLAT for kind in ("one call", "by parts", "torch")]
 DECODERS += [(name, "transformers") for name in FAMILIES]

@@ -13,6 +13,6 @@ def test_a_block_that_is_not_there_is_refused_at_once(bad):
         table.lend([5, bad])
     assert table.blocks == [3, 8]
     with pytest.raises(ValueError, match=rf"blocks must be in 1\.\.8, got {bad}"):
-        table.restart([1, bad], 0)
+        table.restart([1, bad], [0])
     assert table.blocks == [3, 8]
     table.check_integrity()

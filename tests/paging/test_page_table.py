@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from specpaged.paging.block_allocator import BlockAllocator, IntegrityError, OutOfBlocksError
@@ -146,15 +148,19 @@ def test_appending_into_a_block_with_more_than_one_owner_is_impossible():
     child.advance(TARGET, 1)
 
 
-def test_the_pool_with_the_shorter_context_decides_what_will_be_written():
+def test_the_target_s_context_decides_what_will_be_written_and_a_draft_that_is_behind_may_share():
     allocator = BlockAllocator(6)
     parent = make_table(allocator, 12, 12)
     child, _ = parent.fork(12)
     child.truncate(DRAFT, 6)
     # child  target |xxxx|xxxx|xxxx|
     #        draft  |oooo|oo..|....|   its next pass starts at slot 6, in a shared block
-    with pytest.raises(ValueError, match="block 2 has 2"):
-        child.reserve(13)
+    child.reserve(13)
+    child.advance(DRAFT, 7)
+    assert child.context_lens == [12, 13]
+    child.truncate(TARGET, 11)
+    with pytest.raises(ValueError, match="block 3 has 2"):
+        child.reserve(12)
 
 
 def test_free_gives_everything_back_and_the_table_is_usable_again():
@@ -168,32 +174,40 @@ def test_free_gives_everything_back_and_the_table_is_usable_again():
     table.check_integrity()
 
 
-def test_adopted_blocks_are_valid_in_every_pool():
+def test_adopted_blocks_are_valid_as_far_as_is_said_and_a_draft_catches_up_in_them():
     allocator = BlockAllocator(4)
     owner = make_table(allocator, 8, 8)
     for block in owner.blocks:
         allocator.share(block)
     table = PageTable(allocator, 4, num_pools=2)
-    table.adopt(owner.blocks, 8)
-    assert (table.blocks, table.context_lens) == ([1, 2], [8, 8])
+    table.adopt(owner.blocks, [8, 4])
+    assert (table.blocks, table.context_lens) == ([1, 2], [8, 4])
     table.reserve(9)
+    table.advance(DRAFT, 4)  # which the owner has computed, too, or will
+    table.truncate(TARGET, 6)
+    table.truncate(DRAFT, 6)
+    with pytest.raises(ValueError, match="more than one owner"):
+        table.advance(DRAFT, 1)  # a token that is not the owner's, perhaps
     assert owner.blocks == [1, 2]
     allocator.check_integrity([owner.blocks, table.blocks])
-    with pytest.raises(ValueError, match="only an empty page table can adopt blocks; this one has 3"):
-        table.adopt([], 0)
+    with pytest.raises(ValueError, match="only an empty page table can adopt blocks; this one has 2"):
+        table.adopt([], [0, 0])
 
 
-@pytest.mark.parametrize(("blocks", "num_tokens"), [([1], 3), ([1], 8), ([], 4)])
-def test_adopted_blocks_are_full(blocks, num_tokens):
+@pytest.mark.parametrize(
+    ("blocks", "context_lens"), [([1], [3, 3]), ([1], [8, 4]), ([], [4, 0]), ([1], [4, 5]), ([1], [4, -1]), ([1], [4])]
+)
+def test_adopted_blocks_are_full(blocks, context_lens):
     allocator = BlockAllocator(4)
     allocator.allocate()
-    with pytest.raises(ValueError, match=f"num_tokens must be {4 * len(blocks)} .*, got {num_tokens}"):
-        PageTable(allocator, 4).adopt(blocks, num_tokens)
+    expected = f"context_lens must be 2 of at most {4 * len(blocks)} .*, got {re.escape(str(context_lens))}"
+    with pytest.raises(ValueError, match=expected):
+        PageTable(allocator, 4, num_pools=2).adopt(blocks, context_lens)
 
 
 def test_an_unallocated_block_cannot_be_adopted():
     with pytest.raises(ValueError, match="block 2 has none"):
-        PageTable(BlockAllocator(4), 4).adopt([2], 4)
+        PageTable(BlockAllocator(4), 4).adopt([2], [4])
 
 
 @pytest.mark.parametrize(
@@ -208,8 +222,8 @@ def test_an_unallocated_block_cannot_be_adopted():
         (lambda t: t.advance(DRAFT, 4), "num_tokens must be in 0..3, the capacity left, got 4"),
         (lambda t: t.advance(TARGET, -1), "num_tokens must be in 0..2, the capacity left, got -1"),
         (lambda t: t.advance(-1, 0), "pool must be in 0..1, got -1"),
-        (lambda t: t.fork(6), "num_tokens must be in 0..5, valid in every pool, got 6"),
-        (lambda t: t.fork(-1), "num_tokens must be in 0..5, valid in every pool, got -1"),
+        (lambda t: t.fork(7), "num_tokens must be in 0..6, the target's context, got 7"),
+        (lambda t: t.fork(-1), "num_tokens must be in 0..6, the target's context, got -1"),
         (lambda t: t.reserve(-1), "num_tokens must be >= 0, got -1"),
     ],
 )
@@ -237,7 +251,7 @@ def test_sizes_are_positive(name, value):
         (lambda t: t.blocks.append(0), "does not exist"),
         (lambda t: t.blocks.append(4), "no owner"),
         (lambda t: t.context_lens.__setitem__(DRAFT, 9), "pool 1 has 9 valid tokens, capacity 8"),
-        (lambda t: setattr(t, "num_published", 2), "2 blocks are published, but 5 tokens are valid"),
+        (lambda t: t.num_published.__setitem__(DRAFT, 2), "pool 1 has 2 blocks published, but 5 valid tokens"),
     ],
 )
 def test_check_integrity_finds_a_broken_table(break_it, sentence):

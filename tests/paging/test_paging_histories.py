@@ -108,7 +108,7 @@ class PagingHistory(RuleBasedStateMachine):
         """Reserves, or finds that everything is as it was."""
         table = line.table
         num_new = max(0, -(-num_tokens // self.size) - len(line.owned))
-        valid = min(table.context_lens)
+        valid = table.context_lens[TARGET]
         written = line.owned[valid // self.size : -(-num_tokens // self.size)] if num_tokens > valid else []
         shared = any(self.intended[block] > 1 for block in written)
         if shared or num_new > self.num_free():
@@ -125,15 +125,17 @@ class PagingHistory(RuleBasedStateMachine):
         return True
 
     def write(self, line: Line, pool: int, num_tokens: int) -> None:
-        """A forward pass: KV of the next num_tokens tokens."""
+        """A forward pass: KV of the next num_tokens tokens. A drafter catches up in blocks that others may own, too."""
         start = line.table.context_lens[pool]
+        known = line.table.context_lens[TARGET]
         lines = self.histories.of(line.written)
         for position in range(start, start + num_tokens):
             slot = self.slot(line, position)
             block = slot // self.size
             assert block != 0, "the null block is written"
-            assert self.intended[block] == 1, "a block is written that others own too"
-            assert not self.allocator.is_cached(block), "a block is written that others may find"
+            if pool == TARGET or position >= known:
+                assert self.intended[block] == 1, "a block is written that others own too"
+                assert not self.allocator.is_cached(block), "a block is written that others may find"
             self.memory[pool][slot] = lines[position]
         line.table.advance(pool, num_tokens)
 
@@ -149,8 +151,8 @@ class PagingHistory(RuleBasedStateMachine):
 
     def match(self, line: Line) -> None:
         """Fills an empty table from the cache; at least the last token is left to run."""
-        blocks = self.cache.match(line.token_ids, len(line.token_ids) - 1, line.num_pools)
-        line.table.adopt(blocks, len(blocks) * self.size)
+        blocks, context_lens = self.cache.match(line.token_ids, len(line.token_ids) - 1, line.num_pools)
+        line.table.adopt(blocks, context_lens)
         self.give(line, blocks)
 
     # What may happen
@@ -238,11 +240,13 @@ class PagingHistory(RuleBasedStateMachine):
         """What is committed can be found afterwards; that nothing else can is an invariant."""
         self.cache.publish(line.table, line.token_ids)
         assert self.cache.publish(line.table, line.token_ids) == 0
-        num_full = min(len(line.token_ids), *line.table.context_lens) // self.size
+        lengths = [len(line.token_ids), *line.table.context_lens]
+        num_full = [min(lengths[: pool + 2]) // self.size for pool in range(line.num_pools)]
         assert line.table.num_published == num_full
-        if all(self.allocator.is_cached(block) for block in line.table.blocks[:num_full]):
-            found = self.cache.match(line.token_ids, num_full * self.size, line.num_pools)
-            assert len(found) == num_full
+        if all(self.allocator.is_cached(block) for block in line.table.blocks[: num_full[TARGET]]):
+            found, context_lens = self.cache.match(line.token_ids, num_full[TARGET] * self.size, line.num_pools)
+            assert len(found) == num_full[TARGET]
+            assert all(found >= num * self.size for found, num in zip(context_lens, num_full, strict=True))
             for block in reversed(found):
                 self.allocator.free(block)
 
@@ -250,7 +254,7 @@ class PagingHistory(RuleBasedStateMachine):
     @rule(choice=whole, length=whole, tail=token)
     def fork(self, choice, length, tail):
         parent = self.pick(choice)
-        valid = min(len(parent.token_ids), *parent.table.context_lens)
+        valid = min(len(parent.token_ids), parent.table.context_lens[TARGET])
         length %= valid + 1
         if length % self.size and self.num_free() == 0:
             before = self.snapshot()

@@ -28,12 +28,17 @@ def filled(allocator: BlockAllocator, num_tokens: int, num_pools: int = 1) -> Pa
     return table
 
 
-def found(cache: PrefixCache, allocator: BlockAllocator, token_ids, max_tokens=None, num_pools=1) -> list[int]:
+def found(cache: PrefixCache, allocator: BlockAllocator, token_ids, max_tokens=None) -> list[int]:
     """Like match, without keeping the blocks."""
-    blocks = cache.match(token_ids, len(token_ids) if max_tokens is None else max_tokens, num_pools)
+    return matched(cache, allocator, token_ids, max_tokens, 1)[0]
+
+
+def matched(cache, allocator, token_ids, max_tokens=None, num_pools=2) -> tuple[list[int], list[int]]:
+    """Blocks, and how many tokens are valid in each pool; the blocks are not kept."""
+    blocks, context_lens = cache.match(token_ids, len(token_ids) if max_tokens is None else max_tokens, num_pools)
     for block in reversed(blocks):
         allocator.free(block)
-    return blocks
+    return blocks, context_lens
 
 
 @pytest.mark.parametrize("max_tokens", range(15))
@@ -47,7 +52,8 @@ def test_a_match_is_owned_by_its_caller(cache, allocator):
     table = filled(allocator, 12)
     cache.publish(table, TOKENS)
     adopter = PageTable(allocator, S)
-    adopter.adopt(cache.match(TOKENS, 11), 8)
+    adopter.adopt(*cache.match(TOKENS, 11))
+    assert adopter.context_lens == [8]
     allocator.check_integrity([table.blocks, adopter.blocks])
     table.free()
     assert allocator.num_held == 2
@@ -72,35 +78,50 @@ def test_only_full_blocks_of_committed_tokens_are_published(cache, allocator):
     assert found(cache, allocator, TOKENS) == table.blocks[:1]
 
 
-def test_a_block_that_one_pool_lacks_is_not_published(cache, allocator):
+def test_a_block_is_found_with_the_pools_that_have_it_and_gains_the_draft_once_that_has_caught_up(cache, allocator):
     table = PageTable(allocator, S, num_pools=2)
     table.reserve(12)
     table.advance(TARGET, 12)
     table.advance(DRAFT, 7)
     # target |xxxx|xxxx|xxxx|
     # draft  |oooo|ooo.|....|
-    assert cache.publish(table, TOKENS) == 1
+    assert cache.publish(table, TOKENS) == 3 + 1
+    assert matched(cache, allocator, TOKENS) == (table.blocks, [12, 4])
     table.advance(DRAFT, 1)
     assert cache.publish(table, TOKENS) == 1
-    assert found(cache, allocator, TOKENS) == table.blocks[:2]
+    assert cache.publish(table, TOKENS) == 0
+    assert matched(cache, allocator, TOKENS) == (table.blocks, [12, 8])
+    cache.check_integrity()
 
 
-def test_blocks_of_the_target_alone_serve_their_like_until_blocks_of_all_pools_take_their_place(cache, allocator):
+def test_the_draft_s_tokens_end_where_a_block_lacks_them(cache, allocator):
+    table = filled(allocator, 12, num_pools=2)
+    cache.publish(table, TOKENS)
+    second = table.blocks[1]
+    table.free()
+    allocator.uncache(second)  # the beginning and the end stay
+    target_alone = filled(allocator, 8)
+    cache.publish(target_alone, TOKENS)
+    blocks, context_lens = matched(cache, allocator, TOKENS)
+    assert (len(blocks), context_lens) == (3, [12, 4])
+
+
+def test_blocks_of_the_target_alone_serve_everybody_until_blocks_with_the_draft_take_their_place(cache, allocator):
     target_alone, both = filled(allocator, 8), filled(allocator, 4, num_pools=2)
     assert cache.publish(target_alone, TOKENS) == 2
     assert found(cache, allocator, TOKENS) == target_alone.blocks
-    assert found(cache, allocator, TOKENS, num_pools=2) == []
+    assert matched(cache, allocator, TOKENS) == (target_alone.blocks, [8, 0])
     assert cache.publish(both, TOKENS) == 1
     assert [allocator.is_cached(block) for block in target_alone.blocks] == [False, True]
     assert found(cache, allocator, TOKENS) == [both.blocks[0], target_alone.blocks[1]]
-    assert found(cache, allocator, TOKENS, num_pools=2) == both.blocks
+    assert matched(cache, allocator, TOKENS) == ([both.blocks[0], target_alone.blocks[1]], [8, 4])
     again = filled(allocator, 4)
     assert cache.publish(again, TOKENS) == 0
     cache.check_integrity()
     target_alone.free()
     both.free()
     again.free()
-    assert found(cache, allocator, TOKENS, num_pools=2) != []
+    assert matched(cache, allocator, TOKENS)[1][DRAFT] == 4
     allocator.check_integrity([])
     cache.check_integrity()
 
@@ -264,3 +285,27 @@ def test_check_integrity_finds_a_broken_cache(cache, allocator, break_it):
     break_it(cache, allocator)
     with pytest.raises(IntegrityError):
         cache.check_integrity()
+
+
+def test_a_table_that_publishes_its_own_after_an_eviction_does_so_in_every_pool(cache, allocator):
+    first, second = filled(allocator, 4, num_pools=2), filled(allocator, 4, num_pools=2)
+    cache.publish(first, TOKENS)
+    assert cache.publish(second, TOKENS) == 0
+    first.free()
+    filled(allocator, 7 * S).free()  # evicts the first block
+    second.reserve(8)
+    second.advance(TARGET, 4)
+    assert cache.publish(second, TOKENS) == 2 + 1
+    assert matched(cache, allocator, TOKENS) == (second.blocks, [8, 4])
+
+
+def test_a_table_cut_below_what_the_target_has_published_publishes_every_pool_from_the_beginning(cache, allocator):
+    """The draft, which was behind, has lost nothing: yet its blocks are not to be hung below its last one."""
+    table = filled(allocator, 8, num_pools=2)
+    table.truncate(DRAFT, S)
+    cache.publish(table, TOKENS[:8])
+    assert table.num_published == [2, 1]
+    table.truncate(TARGET, S)
+    cache.publish(table, TOKENS[:S])
+    cache.check_integrity()
+    assert matched(cache, allocator, TOKENS) == ([1, 2], [8, S])

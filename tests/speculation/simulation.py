@@ -28,8 +28,11 @@ class Fixed:
     def __init__(self, k: int):
         self.k = k
 
-    def plan(self, candidates):
+    def plan(self, candidates, num_steps):
         return Plan([self.k] * len(candidates))
+
+    def selects(self):
+        return False
 
     def select(self, candidates, evidence):
         return [len(of_draft) for of_draft in evidence]
@@ -57,6 +60,7 @@ class Simulation:
     looking: float = 0.0  # seconds that went into looking back
     num_draft_tokens: int = 0
     num_verified: int = 0
+    num_steps: int = 0
     num_tokens: list[int] = field(default_factory=list)
 
     def __post_init__(self):
@@ -64,6 +68,7 @@ class Simulation:
         self.truth = costs(self.draft)
         self.num_tokens = [0] * self.num_seqs
         self.lag = [1] * self.num_seqs
+        self.plan, self.planned = Plan([], num_steps=0), 0
 
     def tokens_per_second(self, num_steps: int) -> float:
         """Over so many steps more."""
@@ -80,8 +85,14 @@ class Simulation:
 
     def step(self) -> None:
         controller, rng, num_seqs = self.controller, self.rng, self.num_seqs
-        candidates = [Candidate(i, self.most, self.lag[i], 100) for i in range(num_seqs)]
-        plan = controller.plan(candidates)
+        candidates = [Candidate(i, self.most, self.lag[i], self.lag[i] - 1, 100) for i in range(num_seqs)]
+        if self.num_steps - self.planned < self.plan.num_steps:  # it is good for some steps, but for its looks
+            plan = Plan(self.plan.num_draft_tokens, (), self.plan.stop_rule)
+        else:
+            plan = controller.plan(candidates, max(1, self.num_steps - self.planned))
+            self.planned = self.num_steps
+            self.plan = plan
+        self.num_steps += 1
         drafting = [i for i in range(num_seqs) if plan.num_draft_tokens[i]]
         probabilities: list[list[float]] = [[] for _ in range(num_seqs)]
         chances = [1.0] * len(drafting)
@@ -97,7 +108,9 @@ class Simulation:
                     chances[row] = plan.stop_rule.chance(chances[row], depth, logit(probabilities[i][-1]), row)
             rows_of_passes.append(sum(self.lag[i] for i in drafting) if depth == 0 else len(rows))
         evidence = [[logit(p) for p in of_draft] for of_draft in probabilities]
-        verified = controller.select(candidates, evidence)
+        verified = list(map(len, evidence))
+        if controller.selects():
+            verified = controller.select(range(num_seqs), evidence)
         if self.draft is not None:
             self.propose(plan, rows_of_passes)
         num_rows = num_seqs + sum(verified)
@@ -105,10 +118,10 @@ class Simulation:
             self.truth.target.of(PassShape(num_rows, num_seqs)),
             lambda s: controller.observe_target(PassShape(num_rows, num_seqs), s),
         )
-        self.spend(self.truth.seconds_per_step, controller.observe_rest)
+        self.spend(self.truth.seconds_per_step, lambda s: controller.observe_rest(s, num_seqs))
         for i, count in enumerate(verified):
             outcomes = stands(rng, probabilities[i], count)
-            controller.observe_drafts(i, outcomes, evidence[i])
+            controller.observe_drafts(i, sum(outcomes), outcomes.count(False), evidence[i])
             emitted = 1 + sum(outcomes[:count])
             self.num_tokens[i] += emitted
             self.lag[i] = 1 if i in drafting else 1 + emitted if i in plan.looks_back else self.lag[i] + emitted
@@ -125,10 +138,13 @@ class Simulation:
         rows = [looked + sum(rows_of_passes[:1]), *rows_of_passes[1:]]
         with_looks = truth.seconds_per_proposal + sum(map(self.draft_seconds, rows))
         self.looking += with_looks - seconds * bool(rows_of_passes)
-        self.spend(with_looks, lambda s: self.controller.observe_proposal([PassShape(n, n) for n in rows], s))
+        self.spend(
+            with_looks, lambda s: self.controller.observe_proposal([PassShape(n, n) for n in rows], s, self.num_seqs, 0)
+        )
         for i in plan.looks_back:
             for _ in range(self.lag[i] - 1):
-                self.controller.observe_drafts(i, [self.rng.random() < self.acceptance(i, self.num_tokens[i])])
+                stood = self.rng.random() < self.acceptance(i, self.num_tokens[i])
+                self.controller.observe_drafts(i, stood, not stood)
 
     def draft_seconds(self, num_rows: int) -> float:
         return self.truth.draft.of(PassShape(num_rows, num_rows))

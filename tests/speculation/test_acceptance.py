@@ -20,7 +20,8 @@ def run(model, request, rng, mean, num_drafts, distort=lambda p: p):
     """Single drafts, of whose probabilities the drafter has a distorted idea."""
     for _ in range(num_drafts):
         p = drawn(rng, mean)
-        model.observe(request, [rng.random() < p], [logit(distort(p))])
+        stood = rng.random() < p
+        model.observe(request, stood, not stood, [logit(distort(p))])
 
 
 def test_chances_fall_along_a_draft_and_none_is_left_behind_nan():
@@ -30,9 +31,9 @@ def test_chances_fall_along_a_draft_and_none_is_left_behind_nan():
     assert all(0 <= after <= before <= 1 for before, after in itertools.pairwise(chances))
     assert chances[2] > 0
     assert chances[3:] == [0, 0]
-    assert model.chances(request, 3) == pytest.approx([0.6, 0.36, 0.216])
+    assert model.chances(model.expected_logit(request), 3) == pytest.approx([0.6, 0.36, 0.216])
     assert model.chances_of(request, logits_of([float("-inf")]))[0] < 0.01
-    model.observe(request, [True, True, True, False], evidence)
+    model.observe(request, 3, 1, evidence)
     assert all(map(math.isfinite, [model.slope, model.spread, *model.intercepts]))
 
 
@@ -57,16 +58,18 @@ def test_without_evidence_that_says_anything_there_is_no_spread():
     model, request, told = AcceptanceModel(), RequestAcceptance(), AcceptanceModel()
     for _ in range(3000):
         x = rng.gauss(0, 2)
-        model.observe(request, [rng.random() < 0.6], [x])
-        told.observe(request, [rng.random() < sigmoid(x)], [x])
+        stood = rng.random() < 0.6
+        model.observe(request, stood, not stood, [x])
+        stood = rng.random() < sigmoid(x)
+        told.observe(request, stood, not stood, [x])
     assert model.spread < 0.6 < 1.5 < told.spread
 
 
 def test_a_request_remembers_its_last_fifteen_drafts():
     model, request = AcceptanceModel(), RequestAcceptance()
-    model.observe(request, [True, False])
+    model.observe(request, 1, 1)
     assert (request.num_seen, request.num_accepted) == pytest.approx((1.93, 0.93))
-    model.observe(request, [True] * 1000)
+    model.observe(request, 1000, 0)
     assert request.num_seen == pytest.approx(1 / 0.07)
     assert request.num_accepted == pytest.approx(request.num_seen)
 
@@ -83,6 +86,22 @@ def test_a_request_that_turns_is_followed_within_some_tens_of_drafts():
     assert model.expected(second) < 0.4
     run(model, second, rng, 0.9, 30)
     assert model.expected(second) > 0.65
+
+
+def test_where_several_drafts_stand_the_next_one_is_likely_to():
+    """Half of the texts are easy, half are hard: deep drafts are of easy ones, whatever the request."""
+    rng = random.Random(9)
+    model, request = AcceptanceModel(), RequestAcceptance()
+    stood = [0] * 5
+    for n in range(20_000):
+        mean = rng.choice((0.95, 0.35))
+        num_accepted = next((j for j in range(5) if rng.random() > mean), 5)
+        model.observe(request, num_accepted, int(num_accepted < 5))
+        for j in range(num_accepted if n >= 10_000 else 0):
+            stood[j] += 1
+    chances = model.chances(logit(model.mean), 5)
+    assert chances == pytest.approx([count / 10_000 for count in stood], abs=0.06)
+    assert chances[4] > 2 * chances[0] ** 5
 
 
 def test_requests_that_do_not_differ_are_not_told_apart():

@@ -95,8 +95,36 @@ def test_long_waits_are_no_part_of_a_step():
     assert model.seconds_per_step == pytest.approx(0.05, rel=0.1)
 
 
+@pytest.mark.parametrize("waits", [False, True])
+def test_what_a_step_takes_more_when_it_drafts_is_on_the_proposals_account(waits):
+    """Of 8 sequences a plain step takes 0.09 beside its pass; one that drafts 0.15, and 0.3 in proposing."""
+    model = CostModel(
+        PassSeconds(NODES, known()),
+        PassSeconds([1, 64], [0.05, 0.05]),
+        seconds_per_proposal=0.05,
+        seconds_per_step=0.01,
+        seconds_per_drafting=0.01,
+        seconds_per_sequence=0.01,
+    )
+    for i in range(400):
+        model.observe_target(PassShape(8, 8), model.target.of_rows(8))
+        model.observe_rest(0.09, 8)
+        wait = 5.0 if waits and i % 3 == 0 else 0.0  # for a request, between two steps
+        model.observe_proposal([PassShape(8, 8)] * 2, 0.3, 8, 0.15 + wait)
+    assert model.rest(8) == pytest.approx(0.09, rel=0.05)
+    assert model.proposal(8) + 2 * model.draft.of_rows(8) == pytest.approx(0.36, rel=0.1)
+    assert model.proposal(16) > 1.2 * model.proposal(8)
+
+
 def test_it_is_the_same_behind_its_own_plain_data():
-    model = CostModel(PassSeconds(NODES, known(), 1e-5, 1e-7, 1e-7), PassSeconds([1, 2], [0.1, 0.2]), 0.01, 0.05)
+    model = CostModel(
+        PassSeconds(NODES, known(), 1e-5, 1e-7, 1e-7),
+        PassSeconds([1, 2], [0.1, 0.2]),
+        seconds_per_proposal=0.01,
+        seconds_per_step=0.05,
+        seconds_per_drafting=0.02,
+        seconds_per_sequence=0.03,
+    )
     again = CostModel.of_dict(json.loads(json.dumps(model.as_dict())))
     assert again.as_dict() == model.as_dict()
     assert again.target.of(PassShape(7, 2, 100)) == model.target.of(PassShape(7, 2, 100))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from itertools import product
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from specpaged.speculation.selection import select, tetris
+from specpaged.speculation.acceptance import logit
+from specpaged.speculation.controller import Candidate
+from specpaged.speculation.selection import select
+from specpaged.speculation.tetris import TetrisController, tetris
 
 
 @st.composite
@@ -81,3 +85,13 @@ def test_sequences_alike_are_drafted_for_as_deep_as_the_best_depth_that_is_tried
     taken = 3.0 + row * sum(chosen) + sum(first + each * n for n in width if n)
     best = max(num_sequences * (1 + sum(chances[0][:depth])) / seconds(depth) for depth in range(7))
     assert tokens / taken >= best * (1 - 1e-9)
+
+
+def test_the_tetris_controller_drafts_more_than_it_verifies_and_takes_the_likeliest():
+    controller = TetrisController(num_drafts=2, num_extra=1)
+    plan = controller.plan([Candidate("a", 8), Candidate("b", 2), Candidate("c", 0)])
+    assert plan.num_draft_tokens == [3, 2, 0]
+    evidence = [[logit(p) for p in of_draft] for of_draft in ([0.9, 0.9, 0.9], [0.6, 0.95], [])]
+    assert controller.select("abc", evidence) == [3, 2, 0]
+    assert controller.select("ab", evidence[:2]) == [3, 1]  # .9 .81 .73 | .6 .57
+    assert controller.select("ab", [[math.nan, 3.0, 3.0], [0.0, 0.0]]) == [2, 2]  # ties: the shorter, then the first

@@ -6,6 +6,10 @@ from specpaged.drafting.draft import NO_DRAFT
 from specpaged.sampling.batch import SamplingBatch
 from specpaged.sampling.request import SamplingRequest
 from specpaged.sampling_params import SamplingParams
+from specpaged.speculation.acceptance import logits_of
+from specpaged.speculation.adaptive import AdaptiveController
+from specpaged.speculation.controller import Candidate
+from specpaged.speculation.cost_model import CostModel, PassSeconds
 from specpaged.verification import get_verifier
 from specpaged.verification.rejection import recover
 
@@ -31,7 +35,21 @@ def propose(table, outputs, num_drafts, batch, with_probs):
     return DraftOutput(drafts, [torch.stack(p) if with_probs else None for p in probs])
 
 
-def decode(params, draft_table, num_drafts, num_tokens, with_probs=True):
+def decided(controller, active, draft):
+    """As much of each draft as a controller plans, and then selects."""
+    counts = controller.plan([Candidate(i, len(of_draft)) for i, of_draft in zip(active, draft.token_ids, strict=True)])
+    token_ids = [ids[:n] for ids, n in zip(draft.token_ids, counts.num_draft_tokens, strict=True)]
+    probs = [rows[: len(ids)] for rows, ids in zip(draft.probs, token_ids, strict=True)]
+    evidence = [
+        logits_of(rows[range(len(ids)), ids].log().tolist()) for rows, ids in zip(probs, token_ids, strict=True)
+    ]
+    if controller.selects():
+        kept = controller.select(active, evidence)
+        token_ids, probs = ([of[:n] for of, n in zip(ofs, kept, strict=True)] for ofs in (token_ids, probs))
+    return DraftOutput(token_ids, probs), evidence
+
+
+def decode(params, draft_table, num_drafts, num_tokens, with_probs=True, controller=None):
     """Decode `num_tokens` tokens speculatively for every seed: [SEEDS, num_tokens]."""
     outputs = [[0] for _ in range(SEEDS)]
     verifier, active = get_verifier("rejection"), list(range(SEEDS))
@@ -40,11 +58,17 @@ def decode(params, draft_table, num_drafts, num_tokens, with_probs=True):
         batch = SamplingBatch(requests, V, "cpu")
         histories = [outputs[i] for i in active]
         draft = propose(draft_table, histories, num_drafts, batch, with_probs)
+        if controller is not None:
+            draft, evidence = decided(controller, active, draft)
         context = [tok for out, d in zip(histories, draft.token_ids, strict=True) for tok in (out[-1], *d)]
         verified = verifier.verify(TARGET[context], draft, batch)
         assert not any(verified.failed)
         for i, ids in zip(active, verified.token_ids, strict=True):
             outputs[i] += ids
+        if controller is not None:
+            of_drafts = zip(active, verified.num_accepted, map(len, draft.token_ids), evidence, strict=True)
+            for i, num_accepted, num_drafts_of, x in of_drafts:
+                controller.observe_drafts(i, num_accepted, int(num_accepted < num_drafts_of), x)
         active = [i for i in active if len(outputs[i]) <= num_tokens]
     return torch.tensor([out[1 : num_tokens + 1] for out in outputs])
 
@@ -61,6 +85,20 @@ def test_two_tokens_follow_the_targets_joint_distribution(draft_table, num_draft
     expected = (probs[0].unsqueeze(1) * probs).flatten() * SEEDS
     counts = torch.bincount(tokens[:, 0] * V + tokens[:, 1], minlength=V * V)
     assert ((counts - expected) ** 2 / expected).sum() < 44.3  # 15 degrees of freedom, p = 1e-4
+
+
+@pytest.mark.parametrize("by_evidence", [False, True])
+def test_what_is_decided_without_looking_at_drafts_leaves_the_distribution_as_it_is(by_evidence):
+    """Drafts that are kept because they are likely would come too often: hence rejection has its own rule."""
+    passes = PassSeconds([1, 2], [0.25, 0.5], per_sequence=0.75)  # a row more pays from a chance of a quarter on
+    controller = AdaptiveController(CostModel(passes, PassSeconds([1, 2], [1e-4, 2e-4])), by_evidence, stops=False)
+    draft_table = torch.tensor([[2.0, 0.0, -2.5, 1.2]]).expand(4, 4)  # likes 3 now and then, in place of 2
+    tokens = decode(SamplingParams(temperature=0.8), draft_table, 2, 2, controller=controller)
+    probs = (TARGET / 0.8).softmax(-1)
+    expected = (probs[0].unsqueeze(1) * probs).flatten() * SEEDS
+    counts = torch.bincount(tokens[:, 0] * V + tokens[:, 1], minlength=V * V)
+    assert controller.acceptance.num_outcomes > SEEDS // 2  # it has drafted, and learned
+    assert (((counts - expected) ** 2 / expected).sum() < 44.3) == (not by_evidence)
 
 
 def test_processing_applies_to_both_distributions():

@@ -18,7 +18,7 @@ KV_BYTES = 96 << 20
 
 @pytest.fixture(scope="module")
 def make_vllm():
-    """vLLM engines by their arguments; `k` speculates with the embedded draft."""
+    """vLLM engines by their arguments; `k` speculates with the embedded draft, always with that many tokens."""
     from vllm import LLM
 
     engines = {}
@@ -41,6 +41,7 @@ def make_vllm():
             if k:
                 draft = {"method": "draft_model", "model": EMBEDDED_DRAFT, "num_speculative_tokens": k}
                 defaults["speculative_config"] = draft
+                defaults["additional_config"] = {"specpaged": {"adaptive": False}}
             engines[key] = LLM(**(defaults | arguments))
         return engines[key]
 

@@ -44,8 +44,14 @@ def test_what_vllm_was_told_reaches_our_parts():
         "enforce_eager": True, "numerics": "fast", "attention_backend": "torch", "trust_remote_code": False,
     } == dataclasses.asdict(ours)  # fmt: skip
     assert ours.speculative_config.model == EMBEDDED_DRAFT
-    assert ours.speculative_config.num_speculative_tokens == 3
+    assert ours.speculative_config.is_adaptive
+    assert ours.speculative_config.max_draft_tokens == 3
     assert ours.speculative_config.numerics == "exact"
+    fixed = vllm_config(speculative_config=DRAFT, additional_config={"specpaged": {"adaptive": False}})
+    assert engine_config(fixed, "cpu").speculative_config.num_speculative_tokens == 3
+    ranges = {"num_speculative_tokens_per_batch_size": [[1, 2, 3], [3, 4, 1]]}
+    by_size = engine_config(vllm_config(speculative_config=DRAFT | ranges), "cpu")
+    assert by_size.speculative_config.num_speculative_tokens == 3
     assert engine_config(vllm_config(), "cpu").speculative_config is None
 
 
@@ -87,7 +93,11 @@ def test_arguments_at_their_defaults_pass():
     ("arguments", "message"),
     [
         ({"load_format": "dummy"}, r"--load-format='dummy' is not supported \(allowed: auto, hf, safetensors\)"),
-        ({"additional_config": {"specpaged": {"numeric": 1}}}, "specpaged has no key 'numeric'; allowed: numerics,"),
+        ({"additional_config": {"specpaged": {"numeric": 1}}}, "specpaged has no key 'numeric'; allowed: adaptive, "),
+        (
+            {"additional_config": {"specpaged": {"adaptive": "no"}}, "speculative_config": DRAFT},
+            r"specpaged\['adaptive'\]='no' is not known; allowed: True, False",
+        ),
         (
             {"additional_config": {"specpaged": {"numerics": "exakt"}}},
             r"specpaged\['numerics'\]='exakt' is not known; allowed: 'exact', 'fast'",

@@ -27,7 +27,8 @@ BLOCK_BYTES = 2 * 16 * 8 * 2 * 4 * 32 * 4  # of two pools: 16 tokens, 8 layers, 
     ids=["preemption", "cache hits", "chunks", "steps without drafts"],
 )
 def test_drafts_made_last_lose_nothing(make_vllm, arguments):
-    exact = {"additional_config": {"specpaged": {"draft_numerics": "exact"}}, "speculative_config": DRAFT}
+    options = {"draft_numerics": "exact", "adaptive": False}
+    exact = {"additional_config": {"specpaged": options}, "speculative_config": DRAFT}
     llm = make_vllm(0, **(exact | arguments))
     params = [vllm.SamplingParams(temperature=0, max_tokens=20 + 9 * i, ignore_eos=True) for i in range(len(PROMPTS))]
     expected = token_ids(make_vllm(0).generate(PROMPTS, params, use_tqdm=False))

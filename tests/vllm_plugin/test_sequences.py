@@ -114,7 +114,7 @@ def test_a_real_trace_with_rejections_and_a_preemption():
         sequences, cached=[("B", [3, 4, 5, 7], 32)], counts={"B": 12}, resumed={"B": known}, finished=["A"]
     )
     assert [facts(entry) for entry in entries] == [("B", 32, 12, 0, True)]
-    assert b.page_table.context_lens == [32, 32]
+    assert b.page_table.context_lens == [32, 0]  # nobody has drafted in its blocks
     assert len(sequences) == 1
 
 
@@ -184,12 +184,39 @@ def test_padding_and_cut_drafts_leave_those_that_are_known():
     assert drafts == [[6]]
 
 
-def test_a_chunk_of_a_prefill_does_not_sample_and_a_draft_has_its_kv_where_the_target_has():
+def test_a_chunk_of_a_prefill_does_not_sample():
     sequences = make_sequences()
     (entry,), drafts = step(sequences, [new("A", range(30), [1, 2], num_computed_tokens=16)], counts={"A": 8})
     assert facts(entry) == ("A", 16, 8, 0, False)
     assert drafts == []
-    assert entry.sequence.page_table.context_lens[DRAFT] == 16
+
+
+def test_the_draft_has_its_kv_where_somebody_has_drafted_and_not_where_a_block_has_been_filled_anew_since():
+    def drafted(entry, num_tokens):
+        entry.sequence.page_table.advance(DRAFT, num_tokens)
+        sequences.note_draft_kv([entry.sequence])
+
+    def found(name, blocks):
+        """How much of a prompt of 49 tokens the drafter need not run, in these blocks."""
+        (entry,), _ = step(sequences, [new(name, range(49), blocks, num_computed_tokens=48)], counts={name: 1})
+        step(sequences, finished=[name])
+        return entry.sequence.page_table.context_lens[DRAFT]
+
+    sequences = make_sequences(num_blocks=12)
+    (entry,), _ = step(sequences, [new("A", range(49), [1, 2, 3, 4])], counts={"A": 49})
+    run(entry, [])
+    drafted(entry, 47)
+    assert found("B", [1, 2, 3, 5]) == 32
+    drafted(entry, 3)  # with a draft token in the fourth block
+    assert found("B", [1, 2, 3, 5]) == 48
+    (entry,), _ = step(sequences, [new("C", range(20), [2, 6])], counts={"C": 20})  # block 2 is somebody else's now
+    assert found("B", [1, 2, 3, 5]) == 16
+    step(sequences, cached=[("C", [3], 20)], counts={"C": 1})
+    run(entry, [])
+    drafted(entry, 20)
+    assert found("B", [1, 2, 3, 5]) == 32
+    step(sequences, cached=[("A", [7, 1, 8, 9], 16)], resumed={"A": [*range(49)]}, counts={"A": 33})
+    assert found("B", [1, 2, 3, 5]) == 0
 
 
 @pytest.mark.parametrize(

@@ -90,9 +90,9 @@ def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("server")
     template = folder / "template.jinja"
     template.write_text("{% for message in messages %}{{ message['content'] }}\n{% endfor %}")
-    server = Server(
-        folder, "--speculative-config", json.dumps(SPECULATIVE), "--block-size", "16", "--chat-template", str(template)
-    )
+    arguments = ("--block-size", "16", "--chat-template", str(template))
+    fixed = json.dumps({"specpaged": {"adaptive": False}})  # so that it is sure to draft
+    server = Server(folder, "--speculative-config", json.dumps(SPECULATIVE), "--additional-config", fixed, *arguments)
     try:
         server.wait()
         server.expected = complete(server, PROMPTS[0]).choices[0].text

@@ -3,6 +3,8 @@
 // What a pass costs beyond its matrix products and its attention is the calls between them; here there is one.
 
 #include <algorithm>
+#include <numeric>
+#include <optional>
 #include <vector>
 
 #include "linear.cpp"
@@ -221,14 +223,71 @@ float largest_logprob(const T* logits, int64_t size, float largest) {
     return -std::log(total);
 }
 
-// Each step runs the most likely tokens of the step before; the first one runs token_ids.
+// No step follows that is not worth its time. Chance i: that all tokens found so far stand, from rule row i on, which
+// is row i of the first step's logits. The next step is worth it while the sum over its rows of
+// max(0, chance * expected - row_tokens) is above pass_tokens.
+struct StopRule {
+    double slope, row_tokens, pass_tokens;
+    const double* intercepts;  // [num_intercepts] by step; the last one serves for all further ones
+    int64_t num_intercepts;
+    const double *leads, *expected;  // [num_rows]
+    int64_t num_rows;
+};
+
+class Stopping {
+public:
+    explicit Stopping(const StopRule& rule)
+        : rule(rule), chances(size_t(rule.num_rows), 1.0), owners(size_t(rule.num_rows)) {
+        std::iota(owners.begin(), owners.end(), 0);
+    }
+
+    // Whether step s + 1 is worth it, now that step s is done.
+    bool goes_on(const Step* steps, int64_t s) {
+        const double intercept = rule.intercepts[std::min(s, rule.num_intercepts - 1)];
+        for (size_t row = 0; row < owners.size(); ++row) {
+            const int64_t owner = owners[row];
+            const double x = logit(double(steps[s].logprobs[row]));
+            const double value = rule.slope * x + intercept + rule.leads[owner];
+            chances[size_t(owner)] *= x == x ? 1.0 / (1.0 + std::exp(-value)) : 0.0;
+        }
+        const Step& next = steps[s + 1];
+        std::vector<int64_t> going(size_t(next.call.num_rows)), found(size_t(next.num_logits));
+        for (size_t row = 0; row < going.size(); ++row)
+            going[row] = owners[size_t(next.source_idx ? next.source_idx[row] : int64_t(row))];
+        double gain = 0.0;
+        for (const int64_t owner : going)
+            gain += std::max(0.0, chances[size_t(owner)] * rule.expected[owner] - rule.row_tokens);
+        for (size_t row = 0; row < found.size(); ++row)
+            found[row] = going[size_t(next.logits_idx ? next.logits_idx[row] : int64_t(row))];
+        owners.swap(found);
+        return gain > rule.pass_tokens;
+    }
+
+private:
+    // log(p / (1 - p)) of the logarithm of p, cut off at +-6; NaN of NaN.
+    static double logit(double logprob) {
+        if (logprob != logprob) return logprob;
+        const double p = std::exp(std::min(0.0, logprob));
+        if (!(p > 0.00248 && p < 0.99752)) return p < 0.5 ? -6.0 : 6.0;
+        return std::log(p / (1.0 - p));
+    }
+
+    const StopRule& rule;
+    std::vector<double> chances;
+    std::vector<int64_t> owners;  // of the rows of logits of the last step: rows of the rule
+};
+
+// Each step runs the most likely tokens of the step before; the first one runs token_ids. With a rule there may be
+// fewer than num_steps: num_done says how many.
 template <typename T>
 int greedy_steps(const Decoder& decoder, const Step* steps, int64_t num_steps, void* const* pools,
-                 const int64_t* token_ids, int64_t num_ids) {
+                 const int64_t* token_ids, int64_t num_ids, const StopRule* rule, int64_t* num_done) {
     if (num_ids < 1 || num_ids > decoder.vocab_size) return VOCAB_SIZE;
+    if (rule && (rule->num_intercepts < 1 || num_steps < 1 || rule->num_rows > steps[0].num_logits)) return SOURCE_IDX;
     for (int64_t s = 0; s < num_steps; ++s) {
         const Step& step = steps[s];
-        const int64_t num_rows = step.call.num_rows, num_sources = s ? steps[s - 1].num_logits : num_rows;
+        const int64_t num_rows = step.call.num_rows;
+        const int64_t num_sources = s == 1 && rule ? rule->num_rows : s ? steps[s - 1].num_logits : num_rows;
         if (step.source_idx ? !all_below(step.source_idx, num_rows, num_sources) : num_rows != num_sources)
             return SOURCE_IDX;
         const int status = outside(decoder, step.call, s ? nullptr : token_ids, step.positions, step.logits_idx,
@@ -237,6 +296,9 @@ int greedy_steps(const Decoder& decoder, const Step* steps, int64_t num_steps, v
     }
     std::vector<int64_t> continued;
     std::vector<T> logits;
+    std::optional<Stopping> stopping;
+    if (rule) stopping.emplace(*rule);
+    *num_done = num_steps;
     for (int64_t s = 0; s < num_steps; ++s) {
         const Step& step = steps[s];
         if (s) {
@@ -255,6 +317,10 @@ int greedy_steps(const Decoder& decoder, const Step* steps, int64_t num_steps, v
             const int64_t best = largest(values, num_ids);
             step.token_ids[row] = best;
             step.logprobs[row] = largest_logprob(values, num_ids, to_float(values[best]));
+        }
+        if (stopping && s + 1 < num_steps && !stopping->goes_on(steps, s)) {
+            *num_done = s + 1;
+            return OK;
         }
     }
     return OK;
@@ -279,8 +345,11 @@ int greedy_steps(const Decoder& decoder, const Step* steps, int64_t num_steps, v
         });                                                                                                           \
     }                                                                                                                 \
     extern "C" int greedy_steps_##SUFFIX(const Decoder* decoder, const Step* steps, int64_t num_steps,                \
-                                         void* const* pools, const int64_t* token_ids, int64_t num_ids) {             \
-        return guarded([&] { return greedy_steps<TYPE>(*decoder, steps, num_steps, pools, token_ids, num_ids); });    \
+                                         void* const* pools, const int64_t* token_ids, int64_t num_ids,               \
+                                         const StopRule* rule, int64_t* num_done) {                                   \
+        return guarded([&] {                                                                                          \
+            return greedy_steps<TYPE>(*decoder, steps, num_steps, pools, token_ids, num_ids, rule, num_done);         \
+        });                                                                                                           \
     }
 
 DEFINE(float32, float)

@@ -67,6 +67,18 @@ class Step(ctypes.Structure):
     ]
 
 
+class StopRule(ctypes.Structure):
+    """The struct of the same name in the C++ file."""
+
+    _fields_ = [
+        *((name, ctypes.c_double) for name in ("slope", "row_tokens", "pass_tokens")),
+        ("intercepts", ctypes.POINTER(ctypes.c_double)),
+        ("num_intercepts", ctypes.c_int64),
+        *((name, ctypes.POINTER(ctypes.c_double)) for name in ("leads", "expected")),
+        ("num_rows", ctypes.c_int64),
+    ]
+
+
 @functools.cache
 def functions() -> dict:
     """A pass, in each dtype. Raises BuildError."""
@@ -76,4 +88,4 @@ def functions() -> dict:
 @functools.cache
 def greedy_functions() -> dict:
     """Passes of which each runs the most likely tokens of the one before, in each dtype. Raises BuildError."""
-    return library_functions("greedy_steps", [POINTER, POINTER, SIZE, POINTER, POINTER, SIZE], INT)
+    return library_functions("greedy_steps", [POINTER, POINTER, SIZE, POINTER, POINTER, SIZE, POINTER, POINTER], INT)

@@ -18,6 +18,7 @@ from specpaged.modeling.flat.row_wise import CppGate
 from specpaged.modeling.forward_output import DraftedTokens, ForwardOutput, ForwardRequest, HiddenStates
 from specpaged.modeling.linear import CPP_ROWS, CppKernel, FastLinear, RowExactLinear
 from specpaged.modeling.ragged_batch import RaggedBatch
+from specpaged.speculation.stop_rule import StopRule
 from specpaged_kernels.cpu import decoder as kernel
 from specpaged_kernels.cpu.library import check_status, check_tensor
 from specpaged_kernels.cpu.paged_attention import Pass, make_pass
@@ -107,6 +108,7 @@ class CppDecoder(nn.Module):
         source_idx: Sequence[Tensor | None],
         kv_layers: Sequence[Tensor],
         vocab_size: int,
+        stop_rule: StopRule | None = None,
     ) -> list[DraftedTokens]:
         """What ModelRunner.greedy_steps says, on the layers' pools [P * S, 2, Hkv, D]."""
         sizes = [batch.logits_idx.numel() for batch in batches]
@@ -126,12 +128,15 @@ class CppDecoder(nn.Module):
             step.num_logits = batch.logits_idx.numel()
             step.token_ids, step.logprobs = output.token_ids.data_ptr(), output.logprobs.data_ptr()
         check_tensor("token_ids", batches[0].token_ids, batches[0].positions.shape, torch.int64)
+        num_done = ctypes.c_int64()
+        rule = None if stop_rule is None else _stop_rule(stop_rule)
         status = self._greedy_function(
             ctypes.addressof(self._struct), ctypes.addressof(steps), len(steps), ctypes.addressof(pools),
-            batches[0].token_ids.data_ptr(), vocab_size,
+            batches[0].token_ids.data_ptr(), vocab_size, None if rule is None else ctypes.addressof(rule),
+            ctypes.addressof(num_done),
         )  # fmt: skip
         check_status(status)
-        return drafted
+        return drafted[: num_done.value]
 
     def _pools(self, kv_layers: Sequence[Tensor]) -> ctypes.Array:
         """Their addresses. They are looked at once, and again when they are others."""
@@ -154,6 +159,15 @@ class CppDecoder(nn.Module):
             batch.block_size, config.num_heads, config.num_kv_heads, config.head_dim, config.scaling, config.softcap,
             block_stride=batch.block_stride,
         )  # fmt: skip
+
+
+def _stop_rule(rule: StopRule) -> kernel.StopRule:
+    intercepts, leads, expected = (
+        (ctypes.c_double * len(values))(*values) for values in (rule.intercepts, rule.leads, rule.expected)
+    )
+    return kernel.StopRule(
+        rule.slope, rule.row_tokens, rule.pass_tokens, intercepts, len(intercepts), leads, expected, len(leads)
+    )
 
 
 def _is_seen(pool: Tensor, seen: tuple[weakref.ref, int]) -> bool:

@@ -1,0 +1,66 @@
+"""`python -m benchmarks.adaptive`: deciding how much to draft in every step, beside plain decoding and every fixed K.
+
+Cells are pairs by batch sizes; what is done is kept in OUT and not done again. Ends in a table, a picture and one line
+of JSON. One process has one number of threads: run it for each.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+KS = (1, 2, 3, 5, 8)
+ROUNDS = {"1": 11, "4": 7, "8": 5, "16": 5, "32": 5, "64": 5, "1-64": 3}  # by batch size
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def main(
+    pairs: Annotated[str, typer.Option(help="Names of pairs, or parts of them, separated by ';'.")] = "",
+    batch_sizes: Annotated[
+        str, typer.Option(help="Separated by commas; 1-64: requests come now all at once, now one after another.")
+    ] = ",".join(ROUNDS),
+    ks: Annotated[str, typer.Option(help="Fixed K, separated by commas.")] = ",".join(map(str, KS)),
+    tetris: Annotated[str, typer.Option(help="K of TETRIS, separated by commas; it drafts 2 more.")] = "",
+    threads: int = 1,
+    rounds: Annotated[int | None, typer.Option(help="Of every cell; by default 15 to 5, by batch size.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("build/adaptive"),
+) -> None:
+    """Measure what is not in OUT yet, and show it all."""
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    import torch
+
+    from benchmarks.adaptive.cell import Engines
+    from benchmarks.adaptive.pairs import NAMES, make_pair
+    from benchmarks.adaptive.show import draw, print_table
+    from benchmarks.environment import environment
+
+    torch.set_num_threads(threads)
+    wanted = [name for name in NAMES if not pairs or any(part in name for part in pairs.split(";"))]
+    sizes = batch_sizes.split(",")
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / f"adaptive-{threads}.json"
+    results = json.loads(path.read_text()) if path.exists() else environment(threads) | {"cells": {}}
+    for name in wanted:
+        left = [size for size in sizes if f"{name}; {size}" not in results["cells"]]
+        if not left:
+            continue
+        with tempfile.TemporaryDirectory() as directory:
+            pair = make_pair(name, Path(directory), 128)
+            engines = Engines(pair, *([int(k) for k in of.split(",") if k] for of in (ks, tetris)))
+            for size in left:
+                cell = engines.cell(size, rounds or ROUNDS.get(size, 5))
+                results["cells"][f"{name}; {size}"] = cell
+                path.write_text(json.dumps(results, indent=1) + "\n")
+                typer.echo(f"{name}, B = {size}: {cell['over_plain']}, over best {cell['over_best']}", err=True)
+    print_table(results)
+    typer.echo(draw(results, path.with_suffix(".png")))
+    typer.echo(json.dumps(results))
+
+
+app()

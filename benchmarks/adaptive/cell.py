@@ -1,0 +1,117 @@
+"""One pair at one batch size: plain decoding, every fixed K and the decisions of every step, in turn."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import median, quantiles
+from typing import Any
+
+from typing_extensions import override
+
+from benchmarks.adaptive.pairs import Pair
+from benchmarks.ours import Ours, Run, Stint
+from specpaged import SamplingParams
+
+PLAIN, ADAPTIVE = "plain", "adaptive"
+OUTPUT_LEN = 64
+SWING = "1-64"  # the batch size of the cell whose requests come now all at once, now one after another
+BURST, SINGLES, SWINGS = 64, 12, 2
+TURN_SECONDS = 0.05
+
+
+class Engines:
+    """The engines of a pair, loaded once: plain, with every fixed K, TETRIS with some, and adaptive."""
+
+    def __init__(self, pair: Pair, ks: Sequence[int], tetris: Sequence[int]):
+        self.pair = pair
+        drafting = {PLAIN: {"num_speculative_tokens": 0}}
+        drafting |= {f"K = {k}": {"num_speculative_tokens": k} for k in ks}
+        drafting |= {f"TETRIS {k} + 2": {"num_speculative_tokens": k, "selection": "tetris"} for k in tetris}
+        drafting[ADAPTIVE] = {"num_speculative_tokens": "auto"}
+        self.contenders = {
+            name: Ours(name, "exact", OUTPUT_LEN, pair.target, **pair.speculative, **speculative)
+            for name, speculative in drafting.items()
+        }
+
+    def cell(self, batch_size: int | str, rounds: int) -> dict[str, Any]:
+        """Speeds, and what the decisions came to, of one full batch of prompts in each round; or of a swing."""
+        pool = self.pair.prompts
+        kind, size = (Swing, SWINGS * (BURST + SINGLES)) if batch_size == SWING else (Stint, int(batch_size))
+        for ours in self.contenders.values():  # warms up
+            ours.run(pool[: max(8, size)], min(size, BURST))
+        return _summary(
+            [
+                self._round(kind, [pool[j % len(pool)] for j in range(i * size, (i + 1) * size)], size)
+                for i in range(rounds)
+            ]
+        )
+
+    def _round(self, kind: type[Stint], prompts: Sequence[Sequence[int]], batch_size: int) -> dict[str, Run]:
+        """All contenders through the same prompts, by turns."""
+        gc.collect()
+        stints = {name: kind(ours, prompts, batch_size) for name, ours in self.contenders.items()}
+        going_on = list(stints.values())
+        while going_on:
+            for stint in going_on:
+                stint.go_on(TURN_SECONDS)
+            going_on = [stint for stint in going_on if not stint.is_done]
+        runs = {name: stint.run() for name, stint in stints.items()}
+        wrong = [name for name, run in runs.items() if run.token_ids != runs[PLAIN].token_ids]
+        assert not wrong, f"{self.pair.name}, B = {batch_size}: outputs of {wrong} are not those of plain decoding"
+        return runs
+
+
+class Swing(Stint):
+    """Requests of several lengths, now 64 at once, now one after another; each when all before it have ended."""
+
+    def __init__(self, ours: Ours, prompts: Sequence[Sequence[int]], batch_size: int):
+        super().__init__(ours, prompts, batch_size)
+        self._lengths = [replace(self.params, max_tokens=OUTPUT_LEN // 4 * n) for n in (2, 3, 4, 5, 6)]
+        self._num_come = 0
+
+    @override
+    def num_admitted(self, num_running: int) -> int:
+        if num_running:
+            return 0
+        count = 1 if self._num_come % (BURST + SINGLES) >= BURST else BURST
+        self._num_come += count
+        return count
+
+    @override
+    def params_of(self, index: int) -> SamplingParams:
+        return self._lengths[index % len(self._lengths)]
+
+
+def _summary(played: Sequence[dict[str, Run]]) -> dict[str, Any]:
+    """Medians over the rounds of each contender's speed over plain decoding's in the same round; who is best."""
+    ratios = {
+        name: sorted(runs[name].tokens_per_second / runs[PLAIN].tokens_per_second for runs in played)
+        for name in played[0]
+    }
+    over_plain = {name: median(values) for name, values in ratios.items()}
+    fixed = {name: value for name, value in over_plain.items() if name not in (PLAIN, ADAPTIVE)}
+    best = max(fixed, key=fixed.__getitem__)
+    if fixed[best] < 1:
+        best = PLAIN
+    over_best = [runs[ADAPTIVE].tokens_per_second / runs[best].tokens_per_second for runs in played]
+    metrics = [runs[ADAPTIVE].metrics for runs in played]
+    verified = sum(m.draft_tokens for m in metrics)
+    emitted = sum(m.emitted_tokens for m in metrics)
+    return {
+        "rounds": len(played),
+        "plain_tokens_per_second": round(median(runs[PLAIN].tokens_per_second for runs in played), 1),
+        "over_plain": {name: round(value, 3) for name, value in over_plain.items()},
+        "spread": {name: [round(values[0], 3), round(values[-1], 3)] for name, values in ratios.items()},
+        "best": best,
+        "over_best": round(median(over_best), 3),
+        "p99": {name: round(median(_p99(runs[name]) / _p99(runs[PLAIN]) for runs in played), 3) for name in ratios},
+        "deciding": round(median(runs[ADAPTIVE].deciding_seconds / runs[ADAPTIVE].seconds for runs in played), 4),
+        "verified_per_token": round(verified / emitted, 3),
+        "acceptance": round(sum(m.accepted_tokens for m in metrics) / verified, 3) if verified else None,
+    }
+
+
+def _p99(run: Run) -> float:
+    return quantiles(run.latencies, n=100, method="inclusive")[98] if len(run.latencies) > 1 else run.latencies[0]

@@ -1,0 +1,97 @@
+"""Pairs of every kind: a draft of little and of much of the target's cost, drafts that stand often and seldom."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.contenders import sample_prompts
+from specpaged.config import EMBEDDED_DRAFT, EMBEDDED_TARGET
+from specpaged.testing import synthetic_pair
+
+VOCAB_SIZE = 1024
+PROMPT_LEN = 48
+ACCEPTANCES = (0.3, 0.6, 0.9)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target, who drafts for it, and what it is asked."""
+
+    name: str
+    target: str
+    speculative: dict[str, Any]
+    prompts: Sequence[Sequence[int]] = field(repr=False)
+
+
+def _shape(hidden: int, layers: int, heads: int) -> dict[str, Any]:
+    """Of Qwen3's family, with a small vocabulary."""
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": hidden,
+        "intermediate_size": 3 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": max(1, heads // 2),
+        "head_dim": 64,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-6,
+    }
+
+
+TARGET = _shape(384, 6, 6)  # 11 M parameters beside the embedding
+# By the share of the target's parameters, which is about that of its cost.
+DRAFTS = {0.05: _shape(128, 2, 2), 0.15: _shape(192, 3, 3), 0.4: _shape(256, 5, 4)}
+
+
+def synthetic_names() -> list[str]:
+    """Of every draft's cost and acceptance."""
+    return [f"draft {cost}, {acceptance}" for cost in DRAFTS for acceptance in ACCEPTANCES]
+
+
+NAMES = ["embedded", *synthetic_names(), "ngram, repetitive", "ngram, plain"]
+# Of every second request the drafts stand with 0.9, of the others with 0.2; or of each in turn.
+NAMES += [f"{kind}, draft {cost}" for kind in ("mixed", "turning") for cost in DRAFTS]
+TURNS_AFTER = 32  # tokens
+
+
+def make_pair(name: str, directory: Path, num_prompts: int) -> Pair:
+    """The pair of this name, written into `directory` if it is a synthetic one."""
+    if name.startswith("ngram"):
+        return Pair(name, EMBEDDED_TARGET, {"method": "ngram"}, _ngram_prompts(name, num_prompts))
+    if name == "embedded":
+        return Pair(name, EMBEDDED_TARGET, {"model": EMBEDDED_DRAFT}, sample_prompts(num_prompts))
+    kind, _, rest = name.rpartition("draft ")
+    cost, _, acceptance = rest.partition(", ")
+    made = synthetic_pair(
+        TARGET,
+        DRAFTS[float(cost)],
+        directory=directory / name.replace(" ", "-"),
+        acceptance=(0.9, 0.2) if kind else float(acceptance),
+        turns_after=TURNS_AFTER if kind.startswith("turning") else None,
+        dtype="float32",
+    )
+    return Pair(name, made.target, {"model": made.draft}, _random_prompts(num_prompts, halves=bool(kind)))
+
+
+def _random_prompts(count: int, halves: bool) -> list[list[int]]:
+    """Of random tokens; with `halves`, the last one of every second prompt is of the vocabulary's second half."""
+    rng = random.Random(0)
+    prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(PROMPT_LEN)] for _ in range(count)]
+    for i, prompt in enumerate(prompts if halves else ()):
+        prompt[-1] = rng.randrange(VOCAB_SIZE // 2) + i % 2 * (VOCAB_SIZE // 2)
+    return prompts
+
+
+def _ngram_prompts(name: str, count: int) -> list[list[int]]:
+    """Sample prompts; repetitive ones hold a line of text over and over, which the target goes on with."""
+    prompts = sample_prompts(count)
+    if name == "ngram, plain":
+        return prompts
+    return [(prompt[:16] * 6)[:96] for prompt in prompts]

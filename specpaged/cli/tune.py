@@ -1,0 +1,126 @@
+"""`specpaged tune`: what drafting costs and brings on this machine, and from which batch size on it stops paying."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+import specpaged.cli.options as options
+from specpaged.cli.job import prepare
+from specpaged.cli.printing import checked, console, print_json
+
+if TYPE_CHECKING:
+    from specpaged.comparison.pair_profile import PairProfile
+
+
+def tune(
+    model: options.Model = None,
+    draft_model: options.DraftModel = None,
+    method: options.Method = "draft_model",
+    prompts: options.Prompts = None,
+    num_prompts: options.NumPrompts = 32,
+    max_prompt_tokens: options.MaxPromptTokens = None,
+    max_num_seqs: options.MaxNumSeqs = 32,
+    max_model_len: options.MaxModelLen = None,
+    kv_cache_memory_bytes: options.KVCacheMemory = None,
+    max_tokens: options.MaxTokens = 48,
+    temperature: options.Temperature = 0.0,
+    seed: options.Seed = None,
+    dtype: options.DType = "auto",
+    device: options.Device = "cpu",
+    numerics: options.Numerics = "exact",
+    attention_backend: options.AttentionBackend = "auto",
+    model_impl: options.ModelImpl = "auto",
+    enforce_eager: options.EnforceEager = False,
+    threads: options.Threads = 1,
+    trust_remote_code: options.TrustRemoteCode = False,
+    out: Annotated[Path | None, typer.Option(help="Folder for tune.json and tune.png.")] = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Measure a pair on this machine: costs by rows and depth, acceptance, the best K by batch size, and whether
+    drafting pays at all.
+
+    Engines measure and decide by themselves: this says what they will find, and what to ask vLLM for.
+    """
+    arguments = {k: v for k, v in locals().items() if k not in ("out", "as_json")}
+    job = prepare(arguments | {"num_speculative_tokens": None, "output": None})
+    from specpaged.comparison.pair_profile import PairProfile
+
+    profile = checked(PairProfile.measure, job, lambda line: console.print(f"[dim]{line}[/]"))
+    _print_tables(profile)
+    config = profile.vllm_config(method, draft_model or job.llm.config.speculative_config.model)
+    if config is None:
+        console.print("drafting does not pay here at any batch size: leave --speculative-config out")
+    else:
+        last = profile.batch_sizes[-1]
+        until = "at every batch size" if profile.pays_up_to == last else f"up to batches of {profile.pays_up_to or 0}"
+        console.print(f"drafting pays {until} (of those that were looked at, up to {last})")
+        console.print(f"--speculative-config '{json.dumps(config)}'", highlight=False, markup=False, soft_wrap=True)
+    figures = profile.as_dict() | {"speculative_config": config}
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "tune.json").write_text(json.dumps(figures, indent=1) + "\n")
+        console.print(_draw(profile, out / "tune.png"))
+    if as_json:
+        print_json(figures)
+
+
+def _print_tables(profile: PairProfile) -> None:
+    costs = profile.costs
+    draft = costs.draft
+    table = Table(
+        title="milliseconds",
+        caption="of a pass, by rows; the rest is what a step, and a proposal, of one sequence take besides",
+    )
+    rows = [n for n in (1, 2, 4, 8, 16, 32, 64, 128) if n <= max(costs.target.num_rows)]
+    for column in ("", *map(str, rows), "rest"):
+        table.add_column(column, justify="right" if column else "left")
+    table.add_row("target", *(f"{costs.target.of_rows(n) * 1e3:.2f}" for n in rows), f"{costs.rest(1) * 1e3:.2f}")
+    of_draft = ["" if draft is None else f"{draft.of_rows(n) * 1e3:.2f}" for n in rows]
+    table.add_row("draft", *of_draft, f"{costs.proposal(1) * 1e3:.2f}")
+    console.print(table)
+    table = Table(title="acceptance by position", caption="of drafts with all before them standing")
+    for column in ("", *map(str, range(1, len(profile.acceptance) + 1))):
+        table.add_column(column, justify="right" if column else "left")
+    table.add_row("all prompts", *(f"{p:.2f}" for p in profile.acceptance))
+    for category, rates in profile.by_category.items() if len(profile.by_category) > 1 else ():
+        table.add_row(category, *(f"{p:.2f}" for p in rates))
+    console.print(table)
+    table = Table(title="expected speed over plain decoding, by K")
+    for column in ("B", *map(str, range(1, len(profile.acceptance) + 1)), "best K"):
+        table.add_column(column, justify="right")
+    for size, speeds in profile.speedup.items():
+        table.add_row(str(size), *(f"{x:.2f}" for x in speeds[1:]), str(profile.best(size)))
+    console.print(table)
+
+
+def _draw(profile: PairProfile, path: Path) -> str:
+    """Write a PNG of the expected speeds. Returns what to tell the user."""
+    try:
+        import matplotlib
+    except ImportError:
+        return "no picture: it needs matplotlib (pip install matplotlib)"
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for size, speeds in profile.speedup.items():
+        left.plot(range(len(speeds)), speeds, marker="o", label=f"B = {size}")
+    left.axhline(1.0, color="grey", linestyle="--")
+    left.set_xlabel("K")
+    left.set_ylabel("expected speed over plain decoding")
+    left.legend(fontsize=8)
+    right.plot(range(1, len(profile.acceptance) + 1), profile.acceptance, marker="o", color="black", label="all")
+    for category, rates in profile.by_category.items() if len(profile.by_category) > 1 else ():
+        right.plot(range(1, len(rates) + 1), rates, label=category, linewidth=0.8)
+    right.set_ylim(0, 1)
+    right.set_xlabel("position of the draft")
+    right.set_ylabel("acceptance, all before it standing")
+    right.legend(fontsize=7)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    return f"picture: {path.name}"

@@ -1,0 +1,43 @@
+"""What the steps of one batch size take, by how much is drafted and verified: tables, as a controller asks often."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from specpaged.speculation.cost_model import CostModel
+
+_USUAL_LAG = 1.25  # tokens that the drafter has not run, of a sequence that drafts in every step, in the mean
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """Seconds of steps of one batch size."""
+
+    context: float
+    verify: list[float]  # [n]: with n drafts to verify, whatever drafting them took
+    first: list[float]  # [n]: of the draft's first pass for n sequences; nothing where no model drafts
+    later: list[float]  # [n]: of each further one
+    uses: int = 0
+
+    @classmethod
+    def of(
+        cls, costs: CostModel, batch_size: int, most_drafts: int, context: float, with_drafts: float = 1.0
+    ) -> StepTimes:
+        """By the costs as they are known now; passes with drafts take `with_drafts` times as long."""
+        target, draft = costs.target, costs.draft
+        rows = target.table(batch_size + most_drafts)
+        per_row = context * target.per_row_and_kv_token
+        rest = costs.rest(batch_size) + batch_size * (target.per_sequence + context * target.per_kv_token)
+        verify = [rows[n] + n * per_row + rest for n in range(batch_size, batch_size + most_drafts + 1)]
+        verify[1:] = [max(verify[0], with_drafts * seconds) for seconds in verify[1:]]
+        if draft is None:
+            return cls(context, verify, [], [])
+        # A sequence that has not drafted for long catches up once: what counts is what it will be from then on.
+        num_first = [math.ceil(n * _USUAL_LAG) for n in range(batch_size + 1)]
+        rows = draft.table(num_first[-1])
+        per_sequence = draft.per_sequence + context * (draft.per_kv_token + draft.per_row_and_kv_token)
+        besides = per_sequence + costs.seconds_per_drafting
+        first = [rows[num_rows] + n * besides for n, num_rows in enumerate(num_first)]
+        later = [rows[n] + n * per_sequence for n in range(batch_size + 1)]
+        return cls(context, verify, first, later)
