@@ -71,6 +71,7 @@ def specpaged(tokenizer_pair, monkeypatch):
 
 
 SHORT = ("--max-tokens", 10)
+DRAFTING = ("--num-speculative-tokens", 3)
 
 
 @pytest.mark.parametrize("command", ["generate", "verify"])
@@ -83,7 +84,7 @@ def test_help_lists_the_flags(specpaged, command):
 
 def test_generate_prints_a_table_and_every_completion(specpaged, prompts, tmp_path):
     output = tmp_path / "completions.jsonl"
-    result = specpaged("generate", "--prompts", prompts, "--output", output, *SHORT)
+    result = specpaged("generate", "--prompts", prompts, "--output", output, *SHORT, *DRAFTING)
     assert result.exit_code == 0
     for column in ("tokens/s", "rounds", "acceptance", "mean acceptance length", "rollback"):
         assert column in result.stdout
@@ -116,7 +117,7 @@ def test_generate_writes_what_plain_decoding_writes(specpaged, prompts, tmp_path
 
 
 def test_json_ends_in_one_line_that_parses(specpaged, prompts):
-    result = specpaged("generate", "--prompts", prompts, "--json", *SHORT)
+    result = specpaged("generate", "--prompts", prompts, "--json", *SHORT, *DRAFTING)
     last = json.loads(result.stdout.splitlines()[-1])
     assert last["tokens_per_second"] > 0
     assert last["emitted_tokens"] > 0
