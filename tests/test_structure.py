@@ -45,7 +45,6 @@ CONTROL_PLANE = [
     "specpaged.speculation.step_times",
     "specpaged.speculation.stop_rule",
     "specpaged.speculation.tetris",
-    "specpaged.speculation.trials",
     "specpaged.speculative_config",
 ]
 

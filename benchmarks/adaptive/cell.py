@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median, quantiles
@@ -15,7 +16,6 @@ from benchmarks.ours import Ours, Run, Stint
 from specpaged import SamplingParams
 
 PLAIN, ADAPTIVE = "plain", "adaptive"
-OUTPUT_LEN = 64
 SWING = "1-64"  # the batch size of the cell whose requests come now all at once, now one after another
 BURST, SINGLES, SWINGS = 64, 12, 2
 TURN_SECONDS = 0.05
@@ -26,33 +26,36 @@ class Engines:
 
     def __init__(self, pair: Pair, ks: Sequence[int], tetris: Sequence[int]):
         self.pair = pair
+        self._rng = random.Random(0)
         drafting = {PLAIN: {"num_speculative_tokens": 0}}
         drafting |= {f"K = {k}": {"num_speculative_tokens": k} for k in ks}
         drafting |= {f"TETRIS {k} + 2": {"num_speculative_tokens": k, "selection": "tetris"} for k in tetris}
         drafting[ADAPTIVE] = {"num_speculative_tokens": "auto"}
         self.contenders = {
-            name: Ours(name, "exact", OUTPUT_LEN, pair.target, **pair.speculative, **speculative)
+            name: Ours(name, "exact", pair.output_len, pair.target, **pair.speculative, **speculative)
             for name, speculative in drafting.items()
         }
 
     def cell(self, batch_size: int | str, rounds: int) -> dict[str, Any]:
-        """Speeds, and what the decisions came to, of one full batch of prompts in each round; or of a swing."""
+        """Speeds, and what the decisions came to, of so many rounds of prompts at this batch size; or of swings."""
         pool = self.pair.prompts
-        kind, size = (Swing, SWINGS * (BURST + SINGLES)) if batch_size == SWING else (Stint, int(batch_size))
+        kind, size = (Swing, BURST) if batch_size == SWING else (Stint, int(batch_size))
+        count = SWINGS * (BURST + SINGLES) if kind is Swing else size * self.pair.prompts_per_seq
         for ours in self.contenders.values():  # warms up
-            ours.run(pool[: max(8, size)], min(size, BURST))
+            ours.run(pool[: max(8, size)], size)
         return _summary(
             [
-                self._round(kind, [pool[j % len(pool)] for j in range(i * size, (i + 1) * size)], size)
+                self._round(kind, [pool[j % len(pool)] for j in range(i * count, (i + 1) * count)], size)
                 for i in range(rounds)
             ]
         )
 
     def _round(self, kind: type[Stint], prompts: Sequence[Sequence[int]], batch_size: int) -> dict[str, Run]:
-        """All contenders through the same prompts, by turns."""
-        gc.collect()
+        """All contenders through the same prompts, by turns, in an order drawn anew: the first finds cold caches."""
         stints = {name: kind(ours, prompts, batch_size) for name, ours in self.contenders.items()}
         going_on = list(stints.values())
+        self._rng.shuffle(going_on)
+        gc.collect()
         while going_on:
             for stint in going_on:
                 stint.go_on(TURN_SECONDS)
@@ -68,7 +71,7 @@ class Swing(Stint):
 
     def __init__(self, ours: Ours, prompts: Sequence[Sequence[int]], batch_size: int):
         super().__init__(ours, prompts, batch_size)
-        self._lengths = [replace(self.params, max_tokens=OUTPUT_LEN // 4 * n) for n in (2, 3, 4, 5, 6)]
+        self._lengths = [replace(self.params, max_tokens=self.params.max_tokens // 4 * n) for n in (2, 3, 4, 5, 6)]
         self._num_come = 0
 
     @override

@@ -25,6 +25,8 @@ class Pair:
     target: str
     speculative: dict[str, Any]
     prompts: Sequence[Sequence[int]] = field(repr=False)
+    output_len: int = 64
+    prompts_per_seq: int = 1  # in a round; with more than one, places that become free are taken
 
 
 def _shape(hidden: int, layers: int, heads: int) -> dict[str, Any]:
@@ -58,7 +60,7 @@ def synthetic_names() -> list[str]:
 NAMES = ["embedded", *synthetic_names(), "ngram, repetitive", "ngram, plain"]
 # Of every second request the drafts stand with 0.9, of the others with 0.2; or of each in turn.
 NAMES += [f"{kind}, draft {cost}" for kind in ("mixed", "turning") for cost in DRAFTS]
-TURNS_AFTER = 32  # tokens
+TURNS_AFTER = 64  # tokens
 
 
 def make_pair(name: str, directory: Path, num_prompts: int) -> Pair:
@@ -77,7 +79,10 @@ def make_pair(name: str, directory: Path, num_prompts: int) -> Pair:
         turns_after=TURNS_AFTER if kind.startswith("turning") else None,
         dtype="float32",
     )
-    return Pair(name, made.target, {"model": made.draft}, _random_prompts(num_prompts, halves=bool(kind)))
+    prompts = _random_prompts(num_prompts, halves=bool(kind))
+    # Where requests differ, those whose drafts stand end long before the others.
+    many = {"output_len": 2 * TURNS_AFTER, "prompts_per_seq": 4} if kind else {}
+    return Pair(name, made.target, {"model": made.draft}, prompts, **many)
 
 
 def _random_prompts(count: int, halves: bool) -> list[list[int]]:

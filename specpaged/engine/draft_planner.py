@@ -105,7 +105,7 @@ class DraftPlanner:
         """It has ended, over these entries."""
         now = time.perf_counter()
         self._num_steps += 1
-        self._tells = self._plan.is_trial or self._num_steps % (1 if self._num_steps < _OFTEN else _SELDOM) == 0
+        self._tells = self._num_steps % (1 if self._num_steps < _OFTEN else _SELDOM) == 0
         self._tells = self._tells and all(entry.num_new_tokens == 1 for entry in entries)
         if self._tells and self._ended is not None:
             self._num_seqs = len(entries)

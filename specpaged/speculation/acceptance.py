@@ -10,6 +10,7 @@ MOST_POSITIONS = 16  # that have an intercept of their own; later drafts share t
 _FORGETTING = 0.93  # of what a request's older drafts have shown: the last fifteen or so count
 _FORGETTING_OF_ALL = 0.998
 _LEARNED, _LEARNS_EVERY = 600, 4  # outcomes that are all learned from; behind them, of every so many calls one is
+_FIRST_DRAFTS = 2.0  # of a request, that say most about all others
 _PRIOR_DRAFTS = 2.0  # that a new request is taken to have seen, with the outcomes of all others
 _LEARNING_RATES = (0.05, 0.01)  # at first, and once something is known
 _PLACE_RATE = 0.03
@@ -54,7 +55,10 @@ class AcceptanceModel:
 
     @property
     def mean(self) -> float:
-        """The share of drafts that stood, of all requests' last few hundred."""
+        """The share of drafts that stood, lately, of requests of which nothing else is known.
+
+        A request's later outcomes count for less: whose drafts stand, has far more of them.
+        """
         return self.num_accepted / self.num_seen
 
     @property
@@ -107,12 +111,13 @@ class AcceptanceModel:
         lead = request.lead
         expected = self._mean_logit + self.share * lead
         error = num_accepted - num_drafts * sigmoid(expected)
-        keeps, ones = _decay(_FORGETTING, num_drafts)
+        weight = (_FIRST_DRAFTS / (_FIRST_DRAFTS + request.num_seen)) ** 2
+        keeps, ones = _decay(num_drafts)
         request.num_seen = request.num_seen * keeps + ones
         request.num_accepted = request.num_accepted * keeps + ones - num_rejected
-        keeps, ones = _decay(_FORGETTING_OF_ALL, num_drafts)
-        self.num_seen = self.num_seen * keeps + ones
-        self.num_accepted = self.num_accepted * keeps + ones - num_rejected
+        keeps = _FORGETTING_OF_ALL ** (weight * num_drafts)
+        self.num_seen = self.num_seen * keeps + weight * num_drafts
+        self.num_accepted = self.num_accepted * keeps + weight * num_accepted
         self._num_calls += 1
         if self.num_outcomes < _LEARNED or self._num_calls % _LEARNS_EVERY == 0:
             for j in range(min(num_drafts, MOST_POSITIONS)):
@@ -141,10 +146,10 @@ class AcceptanceModel:
 
 
 @functools.cache
-def _decay(forgetting: float, num_drafts: int) -> tuple[float, float]:
-    """What is left of what was counted before so many drafts, and what they count for themselves, all of them."""
-    keeps = forgetting**num_drafts
-    return keeps, (1.0 - keeps) / (1.0 - forgetting)
+def _decay(num_drafts: int) -> tuple[float, float]:
+    """What is left of what a request showed before so many drafts, and what they count for themselves, all of them."""
+    keeps = _FORGETTING**num_drafts
+    return keeps, (1.0 - keeps) / (1.0 - _FORGETTING)
 
 
 def sigmoid(x: float) -> float:

@@ -13,7 +13,6 @@ from specpaged.speculation.cost_model import CostModel, PassShape
 from specpaged.speculation.selection import Selection, select
 from specpaged.speculation.step_times import StepTimes
 from specpaged.speculation.stop_rule import StopRule
-from specpaged.speculation.trials import Trials
 
 LOOKING = 0.005  # of the time, at most, goes into looking whether sequences that do not draft should
 _CERTAIN = 0.97  # the probability of a draft that nothing is to be hoped beyond
@@ -52,7 +51,6 @@ class AdaptiveController:
         self.stops = stops
         self.by_evidence = by_evidence
         self.acceptance = AcceptanceModel()
-        self.trials = Trials()
         self._requests: dict[Hashable, RequestAcceptance] = {}
         self._paying: dict[tuple[int, int], bool] = {}
         self._age = 0  # plans
@@ -74,7 +72,6 @@ class AdaptiveController:
         nothing = [0] * len(candidates)
         if not self._could_pay(candidates):
             self._is_drafting = False
-            self.trials.pause()
             return Plan(nothing, num_steps=self._num_steps(nothing))
         if self.costs.draft is None:  # drafts come for nothing
             return Plan([candidate.most for candidate in candidates])
@@ -88,11 +85,7 @@ class AdaptiveController:
             near = [of if c.lag <= _FAR_BEHIND else () for c, of in zip(candidates, chances, strict=True)]
             selection = self._depths(candidates, near)
         counts, rate = selection
-        was_drafting, self._is_drafting = self._is_drafting, any(counts)
-        if not self._is_drafting:
-            self.trials.pause()
-        elif was_drafting and self.trials.is_due(num_steps):
-            return Plan(nothing, is_trial=True)
+        self._is_drafting = any(counts)
         stop_rule = None
         if self._is_drafting and self._may_stop(len(candidates)):
             stop_rule = self._stop_rule(candidates, counts, rate)
@@ -140,7 +133,6 @@ class AdaptiveController:
 
     @override
     def observe_target(self, shape: PassShape, seconds: float) -> None:
-        self.trials.observe(shape.num_rows > shape.num_seqs, seconds, self.costs.target.of(shape))
         self.costs.observe_target(shape, seconds)
 
     @override
@@ -266,7 +258,7 @@ class AdaptiveController:
             or abs(context - times.context) > 16 + 0.1 * times.context
         ):
             most = max(num_drafts, batch_size if times is None else len(times.verify) - 1)
-            times = self._times_of[batch_size] = StepTimes.of(self.costs, batch_size, most, context, self.trials.factor)
+            times = self._times_of[batch_size] = StepTimes.of(self.costs, batch_size, most, context)
         times.uses += 1
         return times
 

@@ -34,7 +34,6 @@ class Plan:
     looks_back: Sequence[int] = ()  # indices of candidates
     stop_rule: StopRule | None = None  # its rows are the candidates with drafts, in order
     num_steps: int = 1  # that it is good for, as long as the candidates are the same; but for its looks
-    is_trial: bool = False  # what the target's next pass takes is to be told
 
 
 class Controller(Protocol):

@@ -21,16 +21,13 @@ class StepTimes:
     uses: int = 0
 
     @classmethod
-    def of(
-        cls, costs: CostModel, batch_size: int, most_drafts: int, context: float, with_drafts: float = 1.0
-    ) -> StepTimes:
-        """By the costs as they are known now; passes with drafts take `with_drafts` times as long."""
+    def of(cls, costs: CostModel, batch_size: int, most_drafts: int, context: float) -> StepTimes:
+        """By the costs as they are known now."""
         target, draft = costs.target, costs.draft
         rows = target.table(batch_size + most_drafts)
         per_row = context * target.per_row_and_kv_token
         rest = costs.rest(batch_size) + batch_size * (target.per_sequence + context * target.per_kv_token)
         verify = [rows[n] + n * per_row + rest for n in range(batch_size, batch_size + most_drafts + 1)]
-        verify[1:] = [max(verify[0], with_drafts * seconds) for seconds in verify[1:]]
         if draft is None:
             return cls(context, verify, [], [])
         # A sequence that has not drafted for long catches up once: what counts is what it will be from then on.

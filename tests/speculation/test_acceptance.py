@@ -112,3 +112,16 @@ def test_requests_that_do_not_differ_are_not_told_apart():
             run(model, request, rng, 0.5, 1)
     assert model.share < 0.35
     assert max(map(model.expected, requests)) - min(map(model.expected, requests)) < 0.25
+
+
+def test_requests_whose_drafts_stand_do_not_outvote_the_others():
+    """They have far more drafts, 0.86 of which stand in all; a new request is as likely to be of the other kind."""
+    rng = random.Random(10)
+    model, means = AcceptanceModel(), []
+    for n in range(200):
+        request, (mean, rounds) = RequestAcceptance(), ((0.9, 20), (0.2, 4))[n % 2]
+        for _ in range(rounds):
+            num_accepted = next((j for j in range(5) if rng.random() > mean), 5)
+            model.observe(request, num_accepted, int(num_accepted < 5))
+        means.append(model.mean)
+    assert 0.55 < sum(means[100:]) / 100 < 0.77

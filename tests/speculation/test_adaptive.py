@@ -126,8 +126,8 @@ class Counting:
 
 
 @pytest.mark.parametrize("dearer", [0.7, 1.0, 1.4])
-def test_passes_with_drafts_that_were_probed_too_dear_or_too_cheap_are_found_out_by_trials(dearer):
-    """Where memory has become quicker or slower than it was, plain steps are other beside those that draft."""
+def test_passes_with_drafts_that_were_probed_too_dear_or_too_cheap_are_found_out(dearer):
+    """As where memory has become quicker or slower than it was."""
     controller = AdaptiveController(costs(0.15))
     simulation = Simulation(controller, 8, lambda i, n: 0.7, 0.15)
     f = simulation.truth.target
