@@ -15,7 +15,7 @@ from specpaged.metrics import EngineMetrics
 MAX_MODEL_LEN = 512
 MAX_NUM_SEQS = 128
 MAX_NUM_BATCHED_TOKENS = 2048
-_DECIDING = ("plan", "select", "look_back", "committed", "begin", "scored", "proposed", "end", "forget")
+_DECIDING = ("plan", "select", "look_back", "committed", "begin", "scored", "proposed", "proposed_for", "forget")
 
 
 @dataclass(frozen=True)

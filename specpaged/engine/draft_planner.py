@@ -19,32 +19,33 @@ from specpaged.speculation.cost_model import CostModel, PassShape
 
 logger = logging.getLogger("specpaged")
 
-_OFTEN, _SELDOM = 64, 16  # steps
+_OFTEN, _SELDOM, _OUTCOMES_SELDOM = 64, 16, 2  # steps
 _LONGEST_MATCH = 6  # of prompt lookup: longer ones say no more
 
 
 class DraftPlanner:
     """Asks a controller on behalf of a step, and tells it what drafts and passes came to.
 
-    Steps with a prefill tell nothing about time: their passes are of another kind. Of the others all of the
-    first do, and then one of sixteen: to listen takes time, too. What came of drafts is told when next a plan is made,
-    all of it at once: between two passes of a model nothing of this is in the caches.
+    Steps with a prefill tell nothing about time: their passes are of another kind. To listen takes time, too: all of
+    the first steps are listened to, then one of sixteen, and the drafts of every second. What came of them is told when
+    next a plan is made, all of it at once: between two passes of a model nothing of this is in the caches.
     """
 
     def __init__(self, controller: Controller):
         self.controller = controller
         self._sequences: list[Sequence] = []  # of the last plan
-        self._plan = Plan([])
+        self._plan = self._plan_again = Plan([])
         self._age = 0  # steps since it was made
         self._proposals: dict[Sequence, Draft] = {}  # of which nobody knows yet what came of them
         self._outcomes: list[tuple[Sequence, Draft, SequenceOf[int]]] = []  # with what came in its place: to be told
         self._num_steps = 0
-        self._tells = False  # whether the controller hears what this step takes
+        self._selects = True  # whether drafts were selected from when that was asked last
+        self.tells = False  # whether the controller hears what this step takes
         self._passes: list[PassShape] = []  # of its proposal
         self._num_seqs = 0
         self._mean_context = 0.0
-        self._rest_seconds = 0.0  # of this step, beside its passes
-        self._ended: float | None = None  # when the last pass did
+        self._began = self._ended = 0.0  # when the target's pass did
+        self._proposal_seconds = 0.0
 
     @property
     def costs(self) -> CostModel | None:
@@ -55,7 +56,7 @@ class DraftPlanner:
         """How much to draft for each of the sequences, which go on, and at whose tokens to look back."""
         self._age += 1
         if self._age < self._plan.num_steps and sequences == self._sequences:
-            return Plan(self._plan.num_draft_tokens, (), self._plan.stop_rule)
+            return self._plan_again
         self._tell_outcomes()
         candidates = [
             Candidate(
@@ -70,12 +71,16 @@ class DraftPlanner:
         ]
         age, self._age, self._sequences = self._age, 0, list(sequences)
         self._plan = self._ask(self.controller.plan, candidates, age, otherwise=Plan([0] * len(sequences)))
+        self._plan_again = Plan(self._plan.num_draft_tokens, (), self._plan.stop_rule)
         return self._plan
 
     def select(self, sequences: SequenceOf[Sequence], drafts: SequenceOf[Draft]) -> list[Draft]:
         """As much of each sequence's draft as is to be verified. The whole of it waits for its outcome."""
+        if self._num_steps > _OFTEN and self._num_steps % _OUTCOMES_SELDOM and not self._selects:
+            return list(drafts)
         proposals = self._proposals = dict(zip(sequences, drafts, strict=True))
-        if not self._ask(self.controller.selects, otherwise=False):
+        self._selects = self._ask(self.controller.selects, otherwise=False)
+        if not self._selects:
             return list(drafts)
         evidence = [evidence_of(proposals.get(sequence, NO_DRAFT)) for sequence in self._sequences]
         selected = self._ask(self.controller.select, self._sequences, evidence, otherwise=[*map(len, evidence)])
@@ -91,50 +96,49 @@ class DraftPlanner:
 
     def committed(self, sequence: Sequence, token_ids: SequenceOf[int]) -> None:
         """These tokens stand behind what was proposed: the outcome of as many drafts, verified or not."""
-        draft = self._proposals.pop(sequence, None)
-        if draft:
+        if self._proposals and (draft := self._proposals.pop(sequence, None)):
             self._outcomes.append((sequence, draft, token_ids))
 
     def begin(self) -> None:
-        """The target's pass begins."""
-        now = time.perf_counter()
-        self._rest_seconds = 0.0 if self._ended is None else now - self._ended
-        self._ended = now
+        """The target's pass begins, and the step before has ended."""
+        if self.tells:
+            self._tell_rest()
+        self._num_steps += 1
+        self.tells = self._num_steps < _OFTEN or self._num_steps % _SELDOM == 0
+        if self.tells:
+            self._began = time.perf_counter()
 
     def scored(self, entries: SequenceOf[ScheduledSequence]) -> None:
-        """It has ended, over these entries."""
-        now = time.perf_counter()
-        self._num_steps += 1
-        self._tells = self._num_steps % (1 if self._num_steps < _OFTEN else _SELDOM) == 0
-        self._tells = self._tells and all(entry.num_new_tokens == 1 for entry in entries)
-        if self._tells and self._ended is not None:
-            self._num_seqs = len(entries)
+        """It has ended, over these entries. To be called if the step `tells`, as all that follows."""
+        now = self._ended = time.perf_counter()
+        self.tells = all(entry.num_new_tokens == 1 for entry in entries)
+        if self.tells:
             num_rows = len(entries) + sum(len(entry.draft) for entry in entries)
             self._mean_context = sum(entry.context_len for entry in entries) / len(entries)
+            self._num_seqs, self._passes, self._proposal_seconds = len(entries), [], 0.0
             shape = PassShape(num_rows, len(entries), self._mean_context)
-            self._ask(self.controller.observe_target, shape, now - self._ended)
-        self._ended = now
+            self._ask(self.controller.observe_target, shape, now - self._began)
 
     def proposed(self, rows: SequenceOf[DraftRow], drafts: SequenceOf[Draft]) -> None:
         """A proposal over these rows came to these drafts."""
-        if not self._tells:
-            return
         num_drafted = [len(drafts[row.request_idx]) for row in rows if row.num_draft_tokens > 0]
         widths = [sum(count > depth for count in num_drafted) for depth in range(1, max(num_drafted, default=0))]
         self._passes = [PassShape(sum(len(row.token_ids) for row in rows), len(rows), self._mean_context)]
         self._passes += [PassShape(width, width, self._mean_context) for width in widths]
 
-    def end(self, proposal_seconds: float) -> None:
-        """The step has proposed, or not, for so long, and nothing follows it that is not the next one's."""
-        now = time.perf_counter()
-        if self._ended is not None and self._tells:
-            rest_seconds, passes = self._rest_seconds + now - self._ended, self._passes
-            if passes:
-                arguments = (passes, proposal_seconds, self._num_seqs, rest_seconds - proposal_seconds)
-                self._ask(self.controller.observe_proposal, *arguments)
-            else:
-                self._ask(self.controller.observe_rest, rest_seconds, self._num_seqs)
-        self._passes, self._ended = [], now
+    def proposed_for(self, seconds: float) -> None:
+        """So long it took to propose, or not to."""
+        self._proposal_seconds = seconds
+
+    def _tell_rest(self) -> None:
+        """What the step took since its pass."""
+        seconds = time.perf_counter() - self._ended
+        if self._passes:
+            rest_seconds = seconds - self._proposal_seconds
+            arguments = (self._passes, self._proposal_seconds, self._num_seqs, rest_seconds)
+            self._ask(self.controller.observe_proposal, *arguments)
+        else:
+            self._ask(self.controller.observe_rest, seconds, self._num_seqs)
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence has ended, or given up its KV."""

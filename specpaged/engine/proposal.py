@@ -116,7 +116,8 @@ def _drafts(
             step.forget(row.sequence)
         return [NO_DRAFT] * num_drafting, None
     if step.planner is not None:
-        step.planner.proposed(rows, drafts)
+        if step.planner.tells:
+            step.planner.proposed(rows, drafts)
         for sequence, looked_back in zip(looking, drafts[num_drafting:], strict=True):
             step.planner.look_back(sequence, looked_back.token_ids)
     drafts = drafts[:num_drafting]

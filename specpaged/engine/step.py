@@ -105,7 +105,7 @@ class SpeculativeStep:
             argmax = takes_argmax and sampling.takes_argmax and not sampling.wants_logprobs
             drafts = DraftOutput.of([entry.draft for entry in sampled])
             target_pass = self._run_target(entries, argmax)
-        if self.planner is not None:
+        if self.planner is not None and self.planner.tells:
             self.planner.scored(entries)
         return ScoredStep(entries, drafts, sampling, *target_pass)
 
@@ -166,8 +166,8 @@ class SpeculativeStep:
         before = self.metrics.seconds["propose"]
         with self.metrics.stage("propose"):
             self.noise = propose(self, scored, reserve)
-        if self.planner is not None:
-            self.planner.end(self.metrics.seconds["propose"] - before)
+        if self.planner is not None and self.planner.tells:
+            self.planner.proposed_for(self.metrics.seconds["propose"] - before)
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence has ended, or given up its KV."""

@@ -17,8 +17,8 @@ from specpaged.speculation.stop_rule import StopRule
 LOOKING = 0.005  # of the time, at most, goes into looking whether sequences that do not draft should
 _CERTAIN = 0.97  # the probability of a draft that nothing is to be hoped beyond
 _MEMORY = 16  # plans that the answer to "could it pay?" is good for
-# Steps that a plan is good for, and at most, where the last ones were the same: drafting, and not.
-_PLANNED, _MOST_PLANNED, _MOST_IDLE = 4, 8, 16
+# Steps that a plan is good for, and at most, where the last ones were the same.
+_PLANNED, _MOST_PLANNED = 4, 16
 _ADVANCE = 0.25  # of its share of a plain step, for a new request, of which nothing is known yet
 _FAR_BEHIND = 16  # tokens
 _SHORTEST_LOOK = 4  # tokens: a pass of a few rows costs hardly more than one of one
@@ -31,7 +31,7 @@ _TO_STOP_EARLY = 0.4  # divided by the square root of the number of outcomes
 _REPAID_WITHIN = 64  # steps
 _USES = 32  # of a table of times, until it is made anew
 _NOTHING = 0.02  # of a step: what this saves is not worth looking for
-_SELECTS_SELDOM = 8  # steps, where selecting has gained less than it takes
+_SELECTS_SELDOM = 4  # times it is asked, where selecting has gained less than it takes
 _GAIN_RATE = 0.1  # of the average of what it gains
 _MOST_GAIN = 0.1
 _DEAR = 0.08  # of a plain step: a pass of the drafter that is worth stopping for
@@ -154,8 +154,7 @@ class AdaptiveController:
 
     def _num_steps(self, counts: list[int]) -> int:
         """For how long these counts are good: the longer, the longer they have been the same."""
-        most = _MOST_PLANNED if self._is_drafting else _MOST_IDLE
-        self._planned = min(most, 2 * self._planned) if counts == self._counts else _PLANNED
+        self._planned = min(_MOST_PLANNED, 2 * self._planned) if counts == self._counts else _PLANNED
         self._counts = counts
         return self._planned
 
