@@ -49,6 +49,7 @@ class AcceptanceModel:
         self.variance = 0.0  # of logit p around what was expected of the request
         self.num_seen = 10.0
         self.num_accepted = 10.0 * prior
+        self.lead_variance = 1.0  # of requests' leads
         self.num_outcomes = 0
         self._num_calls = 0
         self._mean_logit = logit(prior)
@@ -69,6 +70,11 @@ class AcceptanceModel:
     def expected_logit(self, request: RequestAcceptance) -> float:
         """Of a request's next draft, whatever and wherever it will be, that it stands."""
         return self._mean_logit + self.share * request.lead
+
+    @property
+    def hopeful_logit(self) -> float:
+        """Of a draft of one request among twenty, those whose drafts stand most."""
+        return self._mean_logit + 2.0 * self.share * math.sqrt(self.lead_variance)
 
     def expected(self, request: RequestAcceptance) -> float:
         """The probability of that."""
@@ -132,6 +138,8 @@ class AcceptanceModel:
         self._mean_logit = logit(mean)
         own = (request.num_accepted + _PRIOR_DRAFTS * mean) / (request.num_seen + _PRIOR_DRAFTS)
         request.lead = logit(own) - self._mean_logit
+        if request.num_seen > _FIRST_DRAFTS:
+            self.lead_variance += _SPREAD_RATE * (request.lead**2 - self.lead_variance)
 
     def _learn(self, x: float, j: int, lead: float, stood: bool, expected: float) -> None:
         value = self.slope * x + self.intercepts[j] + self.request_weight * lead

@@ -10,24 +10,23 @@ from typing_extensions import override
 from specpaged.speculation.acceptance import AcceptanceModel, RequestAcceptance
 from specpaged.speculation.controller import Candidate, Plan
 from specpaged.speculation.cost_model import CostModel, PassShape
+from specpaged.speculation.looks import Looks
 from specpaged.speculation.selection import Selection, select
 from specpaged.speculation.step_times import StepTimes
 from specpaged.speculation.stop_rule import StopRule
 
-LOOKING = 0.005  # of the time, at most, goes into looking whether sequences that do not draft should
-_CERTAIN = 0.97  # the probability of a draft that nothing is to be hoped beyond
-_MEMORY = 16  # plans that the answer to "could it pay?" is good for
+LOOKING = 0.01  # of the time, at most, goes into looking whether sequences that do not draft should
+_LOOKING_HOPELESS = 0.002  # where not even drafts such as those of the best requests so far would pay
+_CERTAIN = 4.0  # the logit of drafts that nothing is to be hoped beyond
+_MEMORY = 16  # plans that what could pay is asked for once
 # Steps that a plan is good for, and at most, where the last ones were the same.
 _PLANNED, _MOST_PLANNED = 4, 16
 _ADVANCE = 0.25  # of its share of a plain step, for a new request, of which nothing is known yet
-_FAR_BEHIND = 16  # tokens
-_SHORTEST_LOOK = 4  # tokens: a pass of a few rows costs hardly more than one of one
-# Drafts must promise so much more tokens per second than plain decoding to begin; once they are made, they go on until
-# they promise so much less, and the more so the fewer have had an outcome: noise is not to switch them on and off, and
-# who has stopped has to catch up first.
-_TO_BEGIN = 0.01
-_TO_STOP = 0.015
-_TO_STOP_EARLY = 0.4  # divided by the square root of the number of outcomes
+_NEAR, _FAR_BEHIND = 4, 16  # tokens
+# Drafts must promise so much more tokens per second than plain decoding to begin, and less to go on, the less the
+# fewer have had an outcome: noise is not to switch them on and off, and who has stopped has to catch up first.
+_TO_BEGIN, _TO_GO_ON = 0.03, 0.01
+_EARLY = 0.4  # divided by the square root of the number of outcomes
 _REPAID_WITHIN = 64  # steps
 _USES = 32  # of a table of times, until it is made anew
 _NOTHING = 0.02  # of a step: what this saves is not worth looking for
@@ -47,12 +46,13 @@ class AdaptiveController:
 
     def __init__(self, costs: CostModel, by_evidence: bool = True, looks_back: bool = True, stops: bool = True):
         self.costs = costs
+        self.looks = Looks(costs)
         self.looks_back = looks_back
         self.stops = stops
         self.by_evidence = by_evidence
         self.acceptance = AcceptanceModel()
         self._requests: dict[Hashable, RequestAcceptance] = {}
-        self._paying: dict[tuple[int, int], bool] = {}
+        self._looking: dict[tuple[int, int], float] = {}  # by batch size, and most drafts of one sequence
         self._age = 0  # plans
         self._asked = 0  # when what could pay was asked anew
         self._context = 0.0  # tokens that the sequences of the last plan had in the mean
@@ -62,15 +62,15 @@ class AdaptiveController:
         self._planned = _PLANNED  # steps that it was good for
         self._gain = _MOST_GAIN  # of speed, by what was left out lately
         self._num_unselected = 0  # proposals since the last selection
-        self._credit = 0.0  # seconds that may be spent on looking back
 
     @override
     def plan(self, candidates: Sequence[Candidate], num_steps: int = 1) -> Plan:
         self._age += 1
-        self._credit += LOOKING * num_steps * self._times(len(candidates), 0).verify[0]
         self._context = sum([c.context_len for c in candidates]) / len(candidates)
         nothing = [0] * len(candidates)
-        if not self._could_pay(candidates):
+        looking = self._share_of_looking(candidates)
+        self.looks.credit += looking * num_steps * self._times(len(candidates), 0).verify[0]
+        if not looking:
             self._is_drafting = False
             return Plan(nothing, num_steps=self._num_steps(nothing))
         if self.costs.draft is None:  # drafts come for nothing
@@ -79,7 +79,8 @@ class AdaptiveController:
         chances = self._chances(candidates, [c.most for c in candidates])
         num_new = len(self._requests) - num_known
         if num_new:
-            self._credit += _ADVANCE * num_new / len(candidates) * self._times(len(candidates), 0).verify[0]
+            advance = looking / LOOKING * _ADVANCE * num_new / len(candidates)
+            self.looks.credit += advance * self._times(len(candidates), 0).verify[0]
         selection = self._depths(candidates, chances)
         if not self._repays(candidates, selection):  # those who need not catch up may go on alone
             near = [of if c.lag <= _FAR_BEHIND else () for c, of in zip(candidates, chances, strict=True)]
@@ -90,7 +91,8 @@ class AdaptiveController:
         if self._is_drafting and self._may_stop(len(candidates)):
             stop_rule = self._stop_rule(candidates, counts, rate)
             counts = self._deeper(candidates, counts)
-        return Plan(counts, self._looks_back(candidates, counts), stop_rule, self._num_steps(counts))
+        looks = self.looks.choose(candidates, counts) if self.looks_back else ()
+        return Plan(counts, looks, stop_rule, self._num_steps(counts))
 
     @override
     def selects(self) -> bool:
@@ -164,25 +166,34 @@ class AdaptiveController:
             request = self._requests[sequence] = RequestAcceptance()
         return request
 
-    def _could_pay(self, candidates: Sequence[Candidate]) -> bool:
-        """Whether drafts that are next to certain would pay, in a batch of so many; asked anew now and then."""
+    def _share_of_looking(self, candidates: Sequence[Candidate]) -> float:
+        """How much time may go into looking, by what could pay in a batch of so many; asked anew now and then.
+
+        It is 0 where drafts that are next to certain would not.
+        """
         batch_size, most = len(candidates), max((c.most for c in candidates), default=0)
         if not most:
-            return False
+            return 0.0
         if self._age - self._asked >= _MEMORY:
             self._asked = self._age
-            self._paying.clear()
-        answer = self._paying.get((batch_size, most))
-        if answer is None:
-            certain = [[_CERTAIN**n for n in range(1, most + 1)]] * batch_size
-            answer = self._paying[batch_size, most] = any(self._depths(candidates, certain).counts)
-        return answer
+            self._looking.clear()
+        share = self._looking.get((batch_size, most))
+        if share is None:
+            hopes = ((self.acceptance.hopeful_logit, LOOKING), (_CERTAIN, _LOOKING_HOPELESS))
+            share = next((share for expected, share in hopes if self._pays(candidates, expected, most)), 0.0)
+            self._looking[batch_size, most] = share
+        return share
+
+    def _pays(self, candidates: Sequence[Candidate], expected_logit: float, most: int) -> bool:
+        """Whether it would to draft for all, if their drafts stood as expected."""
+        chances = self.acceptance.chances(expected_logit, most)
+        return any(self._depths(candidates, [chances] * len(candidates)).counts)
 
     def _depths(self, candidates: Sequence[Candidate], chances: Sequence[Sequence[float]]) -> Selection:
         """The drafts of each candidate that promise most, of those with these chances."""
         worth = 1.0 + _TO_BEGIN
         if self._is_drafting:
-            worth = 1.0 - max(_TO_STOP, _TO_STOP_EARLY / math.sqrt(16 + self.acceptance.num_outcomes))
+            worth = 1.0 + _TO_GO_ON - _EARLY / math.sqrt(16 + self.acceptance.num_outcomes)
         times = self._times(len(candidates), sum(map(len, chances)))
         return select(
             chances,
@@ -196,7 +207,7 @@ class AdaptiveController:
         """Whether catching up with what has not been drafted for is repaid within some tens of steps."""
         drafting = [c for c, count in zip(candidates, selection.counts, strict=True) if count]
         backlog = sum([c.lag - 1 for c in drafting])
-        if backlog <= _SHORTEST_LOOK * len(candidates):
+        if backlog <= _NEAR * len(candidates):
             return True
         plain_seconds = self._times(len(candidates), 0).verify[0]
         gain = selection.tokens_per_second * plain_seconds / len(candidates) - 1.0  # of a step, in its own time
@@ -260,32 +271,3 @@ class AdaptiveController:
             times = self._times_of[batch_size] = StepTimes.of(self.costs, batch_size, most, context)
         times.uses += 1
         return times
-
-    def _looks_back(self, candidates: Sequence[Candidate], counts: Sequence[int]) -> list[int]:
-        """Whom there is credit to look back at, of those who do not draft: the ones with the shortest lag.
-
-        Where others draft, their first pass has room for a few rows more; else it takes one of its own, for which a few
-        tokens should have come together. Who is too far behind for the credit is given up.
-        """
-        if not self.looks_back:
-            return []
-        is_alone = not any(counts)
-        idle = [
-            (candidate.lag, i)
-            for i, (candidate, count) in enumerate(zip(candidates, counts, strict=True))
-            if not count and candidate.most and candidate.num_unseen > (_SHORTEST_LOOK if is_alone else 0)
-        ]
-        rows = sum(candidate.lag for candidate, count in zip(candidates, counts, strict=True) if count)
-        draft = self.costs.draft
-        before = -self.costs.seconds_per_proposal if is_alone else draft.of_rows(rows)
-        looks: list[int] = []
-        spent = 0.0
-        for lag, i in sorted(idle):
-            rows += lag - 1  # the newest token has no successor yet
-            seconds = draft.of_rows(rows) - before
-            if seconds > self._credit:
-                break
-            looks.append(i)
-            spent = seconds
-        self._credit -= spent
-        return looks

@@ -83,6 +83,16 @@ def test_where_no_draft_could_pay_nothing_is_looked_at():
     assert simulation.looking == 0
 
 
+def test_where_no_requests_drafts_would_pay_hardly_anybody_looks():
+    """Where some would, as far as outcomes show, the others are looked at as often as there is time for it."""
+    shares = []
+    for acceptances in ((0.2, 0.2), (0.2, 0.9)):
+        simulation = simulate(0.15, lambda i, n, of=acceptances: of[i % 2], 16)
+        simulation.tokens_per_second(4 * STEPS)
+        shares.append(simulation.looking / simulation.seconds)
+    assert shares[0] < 0.5 * LOOKING < 0.7 * LOOKING < shares[1] <= LOOKING + 0.004
+
+
 def test_prompt_lookup_verifies_what_its_evidence_says():
     """Proposals cost nothing: all are made, and those are verified that are likely enough."""
     simulation = simulate(None, lambda i, n: 0.9 if i == 0 else 0.1, 16)

@@ -1,0 +1,45 @@
+"""Looking back at sequences that do not draft, to find out whether they should: within a share of the time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from specpaged.speculation.controller import Candidate
+from specpaged.speculation.cost_model import CostModel
+
+SHORTEST = 4  # tokens: a pass of a few rows costs hardly more than one of one
+
+
+class Looks:
+    """Spends what it is given on the sequences with the shortest lag: `credit`, in seconds."""
+
+    def __init__(self, costs: CostModel):
+        self.costs = costs
+        self.credit = 0.0
+
+    def choose(self, candidates: Sequence[Candidate], counts: Sequence[int]) -> list[int]:
+        """Whom there is credit to look back at, of those that have no drafts by `counts`: indices of candidates.
+
+        Where others draft, their first pass has room for a few rows more; else it takes one of its own, for which a few
+        tokens should have come together. Who is too far behind for the credit is given up.
+        """
+        is_alone = not any(counts)
+        idle = [
+            (candidate.lag, i)
+            for i, (candidate, count) in enumerate(zip(candidates, counts, strict=True))
+            if not count and candidate.most and candidate.num_unseen > (SHORTEST if is_alone else 0)
+        ]
+        rows = sum(candidate.lag for candidate, count in zip(candidates, counts, strict=True) if count)
+        draft = self.costs.draft
+        before = -self.costs.seconds_per_proposal if is_alone else draft.of_rows(rows)
+        looks: list[int] = []
+        spent = 0.0
+        for lag, i in sorted(idle):
+            rows += lag - 1  # the newest token has no successor yet
+            seconds = draft.of_rows(rows) - before
+            if seconds > self.credit:
+                break
+            looks.append(i)
+            spent = seconds
+        self.credit -= spent
+        return looks
