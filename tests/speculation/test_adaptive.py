@@ -87,7 +87,7 @@ def test_where_no_requests_drafts_would_pay_hardly_anybody_looks():
     """Where some would, as far as outcomes show, the others are looked at as often as there is time for it."""
     shares = []
     for acceptances in ((0.2, 0.2), (0.2, 0.9)):
-        simulation = simulate(0.15, lambda i, n, of=acceptances: of[i % 2], 16)
+        simulation = simulate(0.05, lambda i, n, of=acceptances: of[i % 2], 16)
         simulation.tokens_per_second(4 * STEPS)
         shares.append(simulation.looking / simulation.seconds)
     assert shares[0] < 0.5 * LOOKING < 0.7 * LOOKING < shares[1] <= LOOKING + 0.004
