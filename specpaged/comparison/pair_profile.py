@@ -128,7 +128,7 @@ class PairProfile:
 
         def seconds(num_drafts: float) -> float:
             rows = batch_size + round(batch_size * num_drafts)
-            return costs.rest(batch_size) + costs.target.of(PassShape(rows, batch_size, context))
+            return costs.rest(batch_size) + costs.target_seconds(PassShape(rows, batch_size, context))
 
         tokens, chance = 1.0, 1.0
         for j in range(k):

@@ -18,7 +18,6 @@ from pathlib import Path
 from statistics import mean, median
 
 import torch
-from torch import Tensor
 
 from specpaged.config import EngineConfig
 from specpaged.drafting.base import Drafter, DraftRow
@@ -54,10 +53,9 @@ _GREEDY = SamplingRequest(SamplingParams(temperature=0), 0, (), ())
 _STEP_SECONDS, _SEQUENCE_SECONDS = 2e-4, 1.5e-5
 _PROPOSAL_SECONDS, _DRAFTING_SECONDS = 1.5e-4, 5e-5
 _OF_SEQUENCES = {"seconds_per_drafting": _DRAFTING_SECONDS, "seconds_per_sequence": _SEQUENCE_SECONDS}
-_CACHES = 64 << 20  # bytes: of weights that caches may hold
-_OTHERS = 16 << 20  # bytes: of what is read between two passes of the target, as KV is
+_FITS = 32  # rows, at most, of passes that are bound by reading weights: to them it matters what is in the caches
 _BYTES_PER_SECOND = 1e10  # of weights, where nothing can be measured
-_VERSION = 15  # of what is kept
+_VERSION = 16  # of what is kept
 
 
 def get_planner(
@@ -106,7 +104,7 @@ def probe(target: ModelRunner, draft: ModelRunner | None, most_rows: int, budget
     """The costs of a pair's passes, measured now within `budget` seconds.
 
     Both models by turns, pass by pass: what is in the way comes in bursts, while what passes take beside each other
-    decides. Of its weights the target does not find all in the caches, as behind a pass that has read KV.
+    decides. Of its weights the target finds in the caches what a drafter leaves there, as in steps that draft.
     """
     start = time.perf_counter()
 
@@ -114,10 +112,10 @@ def probe(target: ModelRunner, draft: ModelRunner | None, most_rows: int, budget
         return share * budget - (time.perf_counter() - start)
 
     first_seconds: dict[int, list[float]] = {}  # that a proposal for so many takes besides its passes
-    size = _OTHERS // 4 if target.model.device.type == "cpu" and target.model.weight_bytes < _CACHES else 0
-    timers = [_PassTimer(target, most_rows, partial(_forward, target, torch.ones(size)))]
+    saved: list[float] = []  # by passes of a row behind others of the target, where no drafter was between them
+    drafter = draft and DraftModelDrafter(draft, draft.model.vocab_size, 1 << 30, with_probs=False)
+    timers = [_PassTimer(target, most_rows, partial(_verified, target, drafter, saved))]
     if draft is not None:
-        drafter = DraftModelDrafter(draft, draft.model.vocab_size, 1 << 30, with_probs=False)
         timers.append(_PassTimer(draft, most_rows, partial(_drafted, drafter, first_seconds), _KINDS_OF_DRAFTS))
     for share, timer in zip((0.4, 0.6), timers, strict=False):
         timer.begin(partial(left, share))
@@ -133,6 +131,7 @@ def probe(target: ModelRunner, draft: ModelRunner | None, most_rows: int, budget
     first = median(seconds for num_seqs, seconds in of_num_seqs.items() if num_seqs <= _FEW)
     others = [(seconds - first) / num_seqs for num_seqs, seconds in of_num_seqs.items() if num_seqs > _FEW]
     of_sequences = _OF_SEQUENCES | {"seconds_per_drafting": _DRAFTING_SECONDS + max(0.0, median(others or [0.0]))}
+    of_sequences["seconds_saved"] = min(max(0.0, median(saved)), 0.5 * passes[0].seconds[0])
     return CostModel(*passes, _PROPOSAL_SECONDS + first, _STEP_SECONDS, **of_sequences)
 
 
@@ -233,8 +232,21 @@ def _packed(runner: ModelRunner, rows: list[RaggedRow]) -> RaggedBatch:
     return pack(rows, cache.block_size, runner.model.device, cache.block_stride)
 
 
-def _forward(runner: ModelRunner, others: Tensor, rows: list[RaggedRow]) -> float:
-    others.sum()  # they are in the caches now
+def _verified(target: ModelRunner, drafter: DraftModelDrafter | None, saved: list, rows: list[RaggedRow]) -> float:
+    """A pass behind one of its own kind and a drafter's."""
+    num_rows = sum(len(row.token_ids) for row in rows)
+    undisturbed = 0.0
+    for _ in range(2 if num_rows == 1 else num_rows <= _FITS):
+        undisturbed = _forward(target, rows)
+    if drafter is not None:
+        _proposal(drafter, _rows(drafter.runner, 1, 1, 0), 2)
+    seconds = _forward(target, rows)
+    if num_rows == 1:
+        saved.append(seconds - undisturbed)
+    return seconds
+
+
+def _forward(runner: ModelRunner, rows: list[RaggedRow]) -> float:
     start = time.perf_counter()
     output = runner.forward(_packed(runner, rows), argmax_of=runner.model.vocab_size)
     output.argmax.token_ids.tolist()  # waits for the device

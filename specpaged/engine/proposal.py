@@ -37,10 +37,10 @@ def propose(step: SpeculativeStep, scored: ScoredStep, reserve: Reserve) -> Nois
     """
     going_on = [e.sequence for e in scored.entries if e.samples and not e.sequence.has_ended]
     plan, counts = _plan(step, going_on, reserve)
-    num_draft_tokens = dict(zip(going_on, counts, strict=True))
     looking = [going_on[i] for i in plan.looks_back if not counts[i]]
     if step.planner is not None and not (any(counts) or looking or scored.hidden_states or step.follows_target):
         return {}  # plain decoding
+    num_draft_tokens = dict(zip(going_on, counts, strict=True))
     looking_back = set(looking)
     drafting = [sequence for sequence in going_on if num_draft_tokens[sequence]]
     catching_up = step.max_num_batched_tokens  # rows that are left for those who are far behind

@@ -17,7 +17,7 @@ _MEDIAN_EVERY = 8  # passes
 _WAIT = 10
 _SHIFT = 0.05  # in the logarithm: a median beyond it is no noise
 _STALE = 16  # passes learned from before a table is made anew
-_BESIDES = ("seconds_per_proposal", "seconds_per_step", "seconds_per_drafting", "seconds_per_sequence")
+_BESIDES = ("seconds_per_proposal", "seconds_per_step", "seconds_per_drafting", "seconds_per_sequence", "seconds_saved")
 _SHOWN = (1, 8, 32, 128)  # row counts, in a report
 
 
@@ -122,7 +122,8 @@ class CostModel:
     """The target's passes, the drafter's if a model drafts, and what a step and a proposal take besides, in seconds.
 
     Beside the passes, a step of B sequences takes `rest(B)`. A proposal for n of them takes `proposal(n)`: whatever is
-    added to a step that drafts, and is no pass.
+    added to a step that drafts, and is no pass. `seconds_saved` is what a target's pass of one row takes less where no
+    drafter has run since the last one: of the target's weights more are in the caches.
 
     Decisions compare. A neighbour on the machine slows everything alike: what the target's last passes have in common
     is a `drift`, which changes no comparison. What proposals, or the rest of a step, depart from that is learned: at
@@ -138,6 +139,7 @@ class CostModel:
         *,
         seconds_per_drafting: float = 0.0,  # sequence
         seconds_per_sequence: float = 0.0,  # and step
+        seconds_saved: float = 0.0,
     ):
         self.target = target
         self.draft = draft
@@ -145,6 +147,7 @@ class CostModel:
         self.seconds_per_step = seconds_per_step
         self.seconds_per_drafting = seconds_per_drafting
         self.seconds_per_sequence = seconds_per_sequence
+        self.seconds_saved = seconds_saved
         self._of_target, self._of_proposals, self._of_rest = _Surprises(), _Surprises(), _Surprises()
 
     def __str__(self) -> str:
@@ -164,6 +167,14 @@ class CostModel:
         """Of a proposal for so many, beside its passes."""
         return self.seconds_per_proposal + num_seqs * self.seconds_per_drafting
 
+    def saved(self, num_seqs: int) -> float:
+        """Of a plain step's pass: the less, the more it has to compute beside reading the weights."""
+        return self.seconds_saved * self.target.of_rows(1) / self.target.of_rows(num_seqs)
+
+    def target_seconds(self, shape: PassShape) -> float:
+        """Of a target's pass, in a run of others like it."""
+        return self.target.of(shape) - (self.saved(shape.num_seqs) if shape.num_rows == shape.num_seqs else 0.0)
+
     @property
     def drift(self) -> float:
         """The logarithm of how much slower everything is now than when it was probed."""
@@ -172,7 +183,7 @@ class CostModel:
     def observe_target(self, shape: PassShape, seconds: float) -> None:
         """A target pass has taken so long."""
         if shape.num_rows > 0 and seconds > 0:
-            surprise = math.log(seconds / self.target.of(shape))
+            surprise = math.log(seconds / self.target_seconds(shape))
             self._of_target.add(surprise)
             self.target.learn(shape.num_rows, surprise - self.drift)
 

@@ -28,6 +28,7 @@ class StepTimes:
         per_row = context * target.per_row_and_kv_token
         rest = costs.rest(batch_size) + batch_size * (target.per_sequence + context * target.per_kv_token)
         verify = [rows[n] + n * per_row + rest for n in range(batch_size, batch_size + most_drafts + 1)]
+        verify[0] -= costs.saved(batch_size)
         if draft is None:
             return cls(context, verify, [], [])
         # A sequence that has not drafted for long catches up once: what counts is what it will be from then on.

@@ -20,6 +20,7 @@ def pair(toy_pair):
 
 
 def is_sound(costs):
+    assert 0 <= costs.seconds_saved <= 0.5 * costs.target.seconds[0]
     for passes in (costs.target, costs.draft):
         assert passes.num_rows == sorted(set(passes.num_rows))
         assert passes.seconds[0] > 0

@@ -9,6 +9,7 @@ import random
 import pytest
 
 from specpaged.speculation.cost_model import CostModel, PassSeconds, PassShape
+from specpaged.speculation.step_times import StepTimes
 
 NODES = [1, 2, 4, 8, 16, 32, 64]
 
@@ -39,6 +40,19 @@ def test_between_nodes_it_is_linear_and_the_last_two_go_on():
 def test_what_is_no_table_is_refused(num_rows, seconds, message):
     with pytest.raises(ValueError, match=message):
         PassSeconds(num_rows, seconds)
+
+
+def test_plain_passes_take_less_where_no_drafter_has_run_between_them():
+    """A pass of ten rows hardly does, as it computes longer than it reads; what is saved is no surprise."""
+    model = CostModel(PassSeconds([1, 10], [1.0, 2.0]), PassSeconds([1, 2], [0.1, 0.2]), seconds_saved=0.3)
+    assert [model.target_seconds(PassShape(n, n)) for n in (1, 10)] == pytest.approx([0.7, 1.85])
+    assert [model.target_seconds(PassShape(n, 1)) for n in (2, 10)] == pytest.approx([10 / 9, 2.0])
+    times = StepTimes.of(model, 1, 9, 0.0)
+    assert (times.verify[0], times.verify[9]) == pytest.approx((0.7, 2.0))
+    for _ in range(100):
+        model.observe_target(PassShape(1, 1), 0.7)
+    assert model.drift == pytest.approx(0.0)
+    assert model.target.seconds == pytest.approx([1.0, 2.0])
 
 
 def test_it_recovers_known_costs_from_noisy_passes():
