@@ -95,7 +95,7 @@ class Ours:
 class Stint:
     """An engine's way through some prompts, at most B at a time, that can be interrupted between two steps.
 
-    Contenders that take turns of a tenth of a second see the same machine: noise that lasts longer hits all of them.
+    Contenders that take short turns see the same machine: noise that lasts longer hits all of them.
     """
 
     def __init__(self, ours: Ours, prompts: Sequence[Sequence[int]], batch_size: int, k: int | None = None):

@@ -75,6 +75,11 @@ class SpeculativeConfig:
                     f"speculative_config['max_num_speculative_tokens']={most!r} is for num_speculative_tokens='auto' "
                     f"alone; num_speculative_tokens={self.num_speculative_tokens!r}"
                 )
+        if self.is_adaptive and self.num_speculative_tokens_per_batch_size is not None:
+            raise ValueError(
+                "speculative_config['num_speculative_tokens_per_batch_size'] fixes K; allowed beside it: "
+                "num_speculative_tokens as an int, or none, not 'auto'"
+            )
         if self.selection != "tetris":
             if self.tetris_extra_proposals is not None:
                 raise ValueError(

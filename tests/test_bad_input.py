@@ -282,6 +282,10 @@ K = "speculative_config['num_speculative_tokens']"
             {"num_speculative_tokens": "auto", "max_num_speculative_tokens": -1},
             "speculative_config['max_num_speculative_tokens']=-1 must be an int >= 0",
         ),
+        (
+            {"num_speculative_tokens": "auto", "num_speculative_tokens_per_batch_size": [[1, 8, 3]]},
+            f"{TABLE} fixes K; allowed beside it: num_speculative_tokens as an int, or none, not 'auto'",
+        ),
         ({"selection": "best"}, "speculative_config['selection']='best' is not known; allowed: 'adaptive', 'tetris'"),
         (
             {"selection": "tetris", "num_speculative_tokens": "auto"},

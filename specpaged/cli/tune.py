@@ -57,7 +57,7 @@ def tune(
         console.print("drafting does not pay here at any batch size: leave --speculative-config out")
     else:
         last = profile.batch_sizes[-1]
-        until = "at every batch size" if profile.pays_up_to == last else f"up to batches of {profile.pays_up_to or 0}"
+        until = "at every batch size" if profile.pays_up_to == last else f"up to batches of {profile.pays_up_to}"
         console.print(f"drafting pays {until} (of those that were looked at, up to {last})")
         console.print(f"--speculative-config '{json.dumps(config)}'", highlight=False, markup=False, soft_wrap=True)
     figures = profile.as_dict() | {"speculative_config": config}

@@ -148,13 +148,8 @@ class PairProfile:
 
     @property
     def pays_up_to(self) -> int | None:
-        """The largest B up to which drafting is worth it; None if it never is."""
-        largest = None
-        for size in self.batch_sizes:
-            if self.best(size) == 0:
-                break
-            largest = size
-        return largest
+        """The largest B at which drafting is worth it; None if it never is."""
+        return max((size for size in self.batch_sizes if self.best(size)), default=None)
 
     def vllm_config(self, method: str, draft_model: str | None) -> dict[str, object] | None:
         """What `vllm serve --speculative-config` takes, the worker deciding how much of it to draft; None: leave it."""

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 from typing import Any
 
 from specpaged.drafting.base import DraftRow
@@ -71,7 +72,7 @@ class DraftPlanner:
         ]
         age, self._age, self._sequences = self._age, 0, list(sequences)
         self._plan = self._ask(self.controller.plan, candidates, age, otherwise=Plan([0] * len(sequences)))
-        self._plan_again = Plan(self._plan.num_draft_tokens, (), self._plan.stop_rule)
+        self._plan_again = replace(self._plan, looks_back=())
         return self._plan
 
     def select(self, sequences: SequenceOf[Sequence], drafts: SequenceOf[Draft]) -> list[Draft]:
@@ -141,8 +142,9 @@ class DraftPlanner:
             self._ask(self.controller.observe_rest, seconds, self._num_seqs)
 
     def forget(self, sequence: Sequence) -> None:
-        """The sequence has ended, or given up its KV."""
+        """The sequence has ended, or given up its KV: what was planned for it no longer holds."""
         self._tell_outcomes()
+        self._sequences, self._plan = [], Plan([])
         self._proposals.pop(sequence, None)
         self._ask(self.controller.forget, sequence)
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from specpaged.drafting.base import Drafter, DraftOutput
@@ -106,6 +107,8 @@ class SpeculativeStep:
             drafts = DraftOutput.of([entry.draft for entry in sampled])
             target_pass = self._run_target(entries, argmax)
         if self.planner is not None and self.planner.tells:
+            if self.target.model.device.type == "cuda":  # what follows waits for it anyway
+                torch.cuda.synchronize(self.target.model.device)
             self.planner.scored(entries)
         return ScoredStep(entries, drafts, sampling, *target_pass)
 

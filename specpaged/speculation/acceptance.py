@@ -77,7 +77,7 @@ class AcceptanceModel:
         return self._mean_logit + 2.0 * self.share * math.sqrt(self.lead_variance)
 
     def expected(self, request: RequestAcceptance) -> float:
-        """The probability of that."""
+        """The probability that a request's next draft stands, whatever and wherever it will be."""
         return sigmoid(self.expected_logit(request))
 
     def chances(self, expected_logit: float, num_tokens: int) -> list[float]:

@@ -17,6 +17,7 @@ from specpaged.speculation.stop_rule import StopRule
 
 LOOKING = 0.01  # of the time, at most, goes into looking whether sequences that do not draft should
 _LOOKING_HOPELESS = 0.002  # where not even drafts such as those of the best requests so far would pay
+_MOST_SAVED = 4.0  # plain steps, that may be spent on looking at once
 _CERTAIN = 4.0  # the logit of drafts that nothing is to be hoped beyond
 _MEMORY = 16  # plans that what could pay is asked for once
 # Steps that a plan is good for, and at most, where the last ones were the same.
@@ -60,6 +61,7 @@ class AdaptiveController:
         self._is_drafting = False
         self._counts: list[int] = []  # of the last plan
         self._planned = _PLANNED  # steps that it was good for
+        self._unseen: dict[Hashable, int] = {}  # drafts to verify of each sequence, where they come for nothing
         self._gain = _MOST_GAIN  # of speed, by what was left out lately
         self._num_unselected = 0  # proposals since the last selection
 
@@ -69,35 +71,39 @@ class AdaptiveController:
         self._context = sum([c.context_len for c in candidates]) / len(candidates)
         nothing = [0] * len(candidates)
         looking = self._share_of_looking(candidates)
-        self.looks.credit += looking * num_steps * self._times(len(candidates), 0).verify[0]
+        plain_seconds = self._times(len(candidates), 0).verify[0]
+        self.looks.earn(looking * num_steps * plain_seconds, _MOST_SAVED * plain_seconds)
         if not looking:
             self._is_drafting = False
             return Plan(nothing, num_steps=self._num_steps(nothing))
         if self.costs.draft is None:  # drafts come for nothing
+            if not self.by_evidence:
+                counts = self._depths(candidates, self._chances(candidates, [c.most for c in candidates])).counts
+                self._unseen = {c.sequence: count for c, count in zip(candidates, counts, strict=True)}
             return Plan([candidate.most for candidate in candidates])
         num_known = len(self._requests)
         chances = self._chances(candidates, [c.most for c in candidates])
         num_new = len(self._requests) - num_known
         if num_new:
-            advance = looking / LOOKING * _ADVANCE * num_new / len(candidates)
-            self.looks.credit += advance * self._times(len(candidates), 0).verify[0]
+            advance = looking / LOOKING * _ADVANCE * num_new / len(candidates) * plain_seconds
+            self.looks.earn(advance, _MOST_SAVED * plain_seconds)
         selection = self._depths(candidates, chances)
         if not self._repays(candidates, selection):  # those who need not catch up may go on alone
             near = [of if c.lag <= _FAR_BEHIND else () for c, of in zip(candidates, chances, strict=True)]
             selection = self._depths(candidates, near)
         counts, rate = selection
         self._is_drafting = any(counts)
-        stop_rule = None
+        stop_rule, without_rule = None, counts
         if self._is_drafting and self._may_stop(len(candidates)):
             stop_rule = self._stop_rule(candidates, counts, rate)
             counts = self._deeper(candidates, counts)
         looks = self.looks.choose(candidates, counts) if self.looks_back else ()
-        return Plan(counts, looks, stop_rule, self._num_steps(counts))
+        return Plan(counts, looks, stop_rule, without_rule, self._num_steps(counts))
 
     @override
     def selects(self) -> bool:
         if not self.by_evidence:
-            return False
+            return self._selects_at_all
         self._num_unselected += 1
         return self._gain >= _NOTHING or self._num_unselected >= _SELECTS_SELDOM
 
@@ -106,8 +112,10 @@ class AdaptiveController:
         self._num_unselected = 0
         lengths = list(map(len, evidence))
         num_drafts = sum(lengths)
-        if not self.by_evidence or not num_drafts:
+        if not num_drafts or not self._selects_at_all:
             return lengths
+        if not self.by_evidence:  # what was planned before anything was drafted
+            return [min(n, self._unseen.get(s, 0)) for n, s in zip(lengths, sequences, strict=True)]
         times = self._times(len(sequences), num_drafts)
         if times.verify[num_drafts] < (1.0 + _NOTHING) * times.verify[0]:
             self._gain += _GAIN_RATE * (0.0 - self._gain)
@@ -148,6 +156,11 @@ class AdaptiveController:
     @override
     def forget(self, sequence: Hashable) -> None:
         self._requests.pop(sequence, None)
+
+    @property
+    def _selects_at_all(self) -> bool:
+        """Without evidence, only what comes for nothing is cut: a model's drafts are as deep as planned."""
+        return self.by_evidence or self.costs.draft is None
 
     @property
     def num_requests(self) -> int:

@@ -33,6 +33,7 @@ class Plan:
     num_draft_tokens: list[int]
     looks_back: Sequence[int] = ()  # indices of candidates
     stop_rule: StopRule | None = None  # its rows are the candidates with drafts, in order
+    without_rule: Sequence[int] = ()  # the drafts of each candidate where nobody asks the rule
     num_steps: int = 1  # that it is good for, as long as the candidates are the same; but for its looks
 
 

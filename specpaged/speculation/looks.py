@@ -17,6 +17,10 @@ class Looks:
         self.costs = costs
         self.credit = 0.0
 
+    def earn(self, seconds: float, most: float) -> None:
+        """More credit, up to `most` in all: what nobody needed for long is not spent at once later."""
+        self.credit = min(most, self.credit + seconds)
+
     def choose(self, candidates: Sequence[Candidate], counts: Sequence[int]) -> list[int]:
         """Whom there is credit to look back at, of those that have no drafts by `counts`: indices of candidates.
 

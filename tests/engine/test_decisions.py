@@ -12,6 +12,7 @@ from specpaged.drafting.draft import Draft
 from specpaged.engine.draft_planner import DraftPlanner, evidence_of
 from specpaged.speculation.acceptance import logit
 from specpaged.speculation.controller import Plan
+from specpaged.speculation.stop_rule import StopRule
 from tests import toys
 from tests.engine.test_engine import generate, make_llm, token_ids
 
@@ -33,7 +34,7 @@ class Whim:
         self.rng = random.Random(seed)
         self.looks_back = looks_back
         self.outcomes = []
-        self.num_looks = 0
+        self.num_looks = self.num_rules = 0
         self.forgotten = set()
 
     def plan(self, candidates, num_steps):
@@ -44,7 +45,13 @@ class Whim:
         may_look = [i for i, candidate in enumerate(candidates) if candidate.most and candidate.lag > 1]
         looks = [i for i in may_look if not counts[i] and rng.random() < 0.3] if self.looks_back else []
         self.num_looks += len(looks)
-        return Plan(counts, looks)
+        num_drafting = sum(map(bool, counts))
+        if not num_drafting or rng.random() < 0.5:
+            return Plan(counts, looks)
+        self.num_rules += 1
+        gains = [rng.random() for _ in range(num_drafting)]
+        rule = StopRule(1.0, [0.0] * 16, [rng.uniform(-2, 2)] * num_drafting, gains, 0.1, rng.random() * num_drafting)
+        return Plan(counts, looks, rule, [rng.randint(0, count) for count in counts])
 
     def selects(self):
         return self.rng.random() < 0.8
@@ -67,8 +74,15 @@ class Whim:
 
 def with_whim(llm, seed, **arguments):
     whim = Whim(seed, **arguments)
-    llm.engine.speculative_step.planner = DraftPlanner(whim)
+    llm.engine.speculative_step.planner = planner_of(whim)
     return whim
+
+
+def planner_of(whim):
+    """A planner that lets through what its controller raises."""
+    planner = DraftPlanner(whim)
+    planner._ask = lambda question, *arguments, otherwise=None: question(*arguments)
+    return planner
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -97,6 +111,7 @@ def test_outputs_do_not_depend_on_what_is_decided(toy_pair, seed, method, argume
     assert llm.metrics.failed_steps == llm.metrics.failed_proposals == 0
     assert whim.outcomes
     assert whim.num_looks > 0 or method == "ngram"
+    assert whim.num_rules > 0
 
 
 @pytest.mark.parametrize("speculative", [{"num_speculative_tokens": "auto"}, {"selection": "tetris"}], ids=str)
@@ -148,7 +163,8 @@ def test_nobody_fails_for_a_controller_that_does(toy_pair, monkeypatch, caplog):
     prompts = toys.prompts(4)
     expected = token_ids(generate(make_llm(toy_pair, k=0), prompts, PARAMS[0]))
     llm = make_llm(toy_pair, speculative={"num_speculative_tokens": "auto"})
-    whim = with_whim(llm, 3)
+    whim = Whim(3)
+    llm.engine.speculative_step.planner = DraftPlanner(whim)
 
     def failing(honest, *arguments):
         if whim.rng.random() < 0.3:

@@ -346,7 +346,7 @@ def test_an_interrupted_step_leaves_requests_that_go_on(tokenizer_pair, monkeypa
 
 
 def test_a_prompt_that_was_cached_without_drafts_is_found_by_everybody_and_drafted_behind_with_success(tokenizer_pair):
-    """A request that never drafts leaves no draft KV: who drafts may not take its blocks for blocks of both."""
+    """A request that never drafts leaves no draft KV: who drafts takes its blocks, and knows that it is missing."""
     (prompt,) = toys.prompts(1, shortest=40)
     llm = make_llm(
         tokenizer_pair, k=3, draft=tokenizer_pair.target, speculative={"numerics": "exact"}, enable_prefix_caching=True

@@ -7,6 +7,7 @@ import pytest
 from specpaged.speculation.adaptive import LOOKING, AdaptiveController
 from specpaged.speculation.controller import Candidate
 from specpaged.speculation.cost_model import CostModel, PassSeconds
+from specpaged.speculation.looks import Looks
 from tests.speculation.simulation import Fixed, Simulation, costs, noisy
 
 STEPS = 600
@@ -91,6 +92,28 @@ def test_where_no_requests_drafts_would_pay_hardly_anybody_looks():
         simulation.tokens_per_second(4 * STEPS)
         shares.append(simulation.looking / simulation.seconds)
     assert shares[0] < 0.5 * LOOKING < 0.7 * LOOKING < shares[1] <= LOOKING + 0.004
+
+
+def test_what_nobody_looked_for_is_not_spent_at_once_later():
+    looks = Looks(costs(0.15))
+    for _ in range(1000):
+        looks.earn(1.0, most=1e-3)
+    assert looks.credit == 1e-3
+    chosen = looks.choose([Candidate(i, 8, lag=17, num_unseen=16) for i in range(200)], [0] * 200)
+    assert chosen == list(range(len(chosen))) != []
+    spent = looks.costs.seconds_per_proposal + looks.costs.draft.of_rows(16 * len(chosen))
+    assert looks.credit == pytest.approx(1e-3 - spent)
+
+
+@pytest.mark.parametrize("acceptance", [0.05, 0.9])
+def test_prompt_lookup_under_rejection_verifies_what_past_outcomes_say(acceptance):
+    """All is proposed, as it costs nothing; how much is verified was known before."""
+    controller = AdaptiveController(costs(None), by_evidence=False, looks_back=False)
+    simulation = Simulation(controller, 16, lambda i, n: acceptance, None)
+    speed = simulation.tokens_per_second(STEPS)
+    assert simulation.num_draft_tokens == 8 * 16 * STEPS
+    assert speed >= 0.95 * of_fixed(0, None, lambda i, n: acceptance, 16)
+    assert (simulation.num_verified < 0.05 * simulation.num_draft_tokens) == (acceptance < 0.5)
 
 
 def test_prompt_lookup_verifies_what_its_evidence_says():

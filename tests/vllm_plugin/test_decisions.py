@@ -6,8 +6,7 @@ import pytest
 
 vllm = pytest.importorskip("vllm", reason="vLLM is not installed: make install-vllm")
 
-from specpaged.engine.draft_planner import DraftPlanner  # noqa: E402
-from tests.engine.test_decisions import Whim  # noqa: E402
+from tests.engine.test_decisions import Whim, planner_of  # noqa: E402
 from tests.vllm_plugin.serving import PROMPTS, check_nothing_is_held, core, model_runner, token_ids  # noqa: E402
 
 ADAPTIVE = {"specpaged": {"adaptive": True}}
@@ -44,7 +43,7 @@ def test_outputs_do_not_depend_on_what_is_decided(make_vllm, arguments):
     llm = make_vllm(4, additional_config=ADAPTIVE, **arguments)
     step = model_runner(llm).speculative_step
     whim = Whim(3)
-    step.planner = DraftPlanner(whim)
+    step.planner = planner_of(whim)
     expected = token_ids(make_vllm(0).generate(PROMPTS, params(), use_tqdm=False))
     for _ in range(2):  # the second time, prompts may be found in the cache
         assert token_ids(llm.generate(PROMPTS, params(), use_tqdm=False)) == expected
