@@ -80,7 +80,8 @@ class AdaptiveController:
             if not self.by_evidence:
                 counts = self._depths(candidates, self._chances(candidates, [c.most for c in candidates])).counts
                 self._unseen = {c.sequence: count for c, count in zip(candidates, counts, strict=True)}
-            return Plan([candidate.most for candidate in candidates])
+            most = [candidate.most for candidate in candidates]
+            return Plan(most, num_steps=self._num_steps(most))
         num_known = len(self._requests)
         chances = self._chances(candidates, [c.most for c in candidates])
         num_new = len(self._requests) - num_known
