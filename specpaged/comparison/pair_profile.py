@@ -10,7 +10,7 @@ from typing_extensions import override
 from specpaged.comparison.job import Job
 from specpaged.engine.cost_probe import probe
 from specpaged.engine.draft_planner import DraftPlanner
-from specpaged.speculation.controller import Candidate, Controller, Plan
+from specpaged.speculation.controller import Candidate, MeasuringController, Plan
 from specpaged.speculation.cost_model import CostModel, PassShape
 
 PROBE_SECONDS = 6.0
@@ -18,7 +18,7 @@ DEPTHS = (8, 0, 4, 8, 2, 8, 1, 6)  # one after the other, so that passes of ever
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
-class ProfilingController(Controller):
+class ProfilingController(MeasuringController):
     """Drafts now more and now less, whatever comes of it, and keeps what does."""
 
     def __init__(self, costs: CostModel):
@@ -52,18 +52,6 @@ class ProfilingController(Controller):
         ):
             for j in range(num):
                 counts[j] += 1
-
-    @override
-    def observe_target(self, shape: PassShape, seconds: float) -> None:
-        self.costs.observe_target(shape, seconds)
-
-    @override
-    def observe_proposal(self, passes: Sequence[PassShape], seconds: float, num_seqs: int, rest_seconds: float) -> None:
-        self.costs.observe_proposal(passes, seconds, num_seqs, rest_seconds)
-
-    @override
-    def observe_rest(self, seconds: float, num_seqs: int) -> None:
-        self.costs.observe_rest(seconds, num_seqs)
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,14 @@ from collections.abc import Hashable, Sequence
 from typing_extensions import override
 
 from specpaged.speculation.acceptance import AcceptanceModel, RequestAcceptance
-from specpaged.speculation.controller import Candidate, Plan
-from specpaged.speculation.cost_model import CostModel, PassShape
+from specpaged.speculation.controller import Candidate, MeasuringController, Plan
+from specpaged.speculation.cost_model import CostModel
 from specpaged.speculation.looks import Looks
 from specpaged.speculation.selection import Selection, select
 from specpaged.speculation.step_times import StepTimes
 from specpaged.speculation.stop_rule import StopRule
 
-LOOKING = 0.01  # of the time, at most, goes into looking whether sequences that do not draft should
+LOOKING = 0.006  # of the time goes into looking whether sequences that do not draft should: 1 % with what is in advance
 _LOOKING_HOPELESS = 0.002  # where not even drafts such as those of the best requests so far would pay
 _MOST_SAVED = 4.0  # plain steps, that may be spent on looking at once
 _CERTAIN = 4.0  # the logit of drafts that nothing is to be hoped beyond
@@ -38,7 +38,7 @@ _DEAR = 0.08  # of a plain step: a pass of the drafter that is worth stopping fo
 _TOLD_APART = 0.6  # in logits: of less spread, evidence says too little to stop a proposal by
 
 
-class AdaptiveController:
+class AdaptiveController(MeasuringController):
     """Takes what promises most tokens per second. One for an engine and its drafter.
 
     Without `by_evidence` nothing is decided by what was drafted, as rejection sampling asks: there, drafts that are
@@ -104,7 +104,7 @@ class AdaptiveController:
     @override
     def selects(self) -> bool:
         if not self.by_evidence:
-            return self._selects_at_all
+            return bool(self._unseen)
         self._num_unselected += 1
         return self._gain >= _NOTHING or self._num_unselected >= _SELECTS_SELDOM
 
@@ -113,10 +113,10 @@ class AdaptiveController:
         self._num_unselected = 0
         lengths = list(map(len, evidence))
         num_drafts = sum(lengths)
-        if not num_drafts or not self._selects_at_all:
+        if not num_drafts:
             return lengths
         if not self.by_evidence:  # what was planned before anything was drafted
-            return [min(n, self._unseen.get(s, 0)) for n, s in zip(lengths, sequences, strict=True)]
+            return [min(n, self._unseen.get(s, n)) for n, s in zip(lengths, sequences, strict=True)]
         times = self._times(len(sequences), num_drafts)
         if times.verify[num_drafts] < (1.0 + _NOTHING) * times.verify[0]:
             self._gain += _GAIN_RATE * (0.0 - self._gain)
@@ -143,25 +143,8 @@ class AdaptiveController:
         self.acceptance.observe(self._request(sequence), num_accepted, num_rejected, evidence)
 
     @override
-    def observe_target(self, shape: PassShape, seconds: float) -> None:
-        self.costs.observe_target(shape, seconds)
-
-    @override
-    def observe_proposal(self, passes: Sequence[PassShape], seconds: float, num_seqs: int, rest_seconds: float) -> None:
-        self.costs.observe_proposal(passes, seconds, num_seqs, rest_seconds)
-
-    @override
-    def observe_rest(self, seconds: float, num_seqs: int) -> None:
-        self.costs.observe_rest(seconds, num_seqs)
-
-    @override
     def forget(self, sequence: Hashable) -> None:
         self._requests.pop(sequence, None)
-
-    @property
-    def _selects_at_all(self) -> bool:
-        """Without evidence, only what comes for nothing is cut: a model's drafts are as deep as planned."""
-        return self.by_evidence or self.costs.draft is None
 
     @property
     def num_requests(self) -> int:

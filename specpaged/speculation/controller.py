@@ -6,7 +6,9 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from specpaged.speculation.cost_model import PassShape
+from typing_extensions import override
+
+from specpaged.speculation.cost_model import CostModel, PassShape
 from specpaged.speculation.stop_rule import StopRule
 
 
@@ -78,3 +80,21 @@ class Controller(Protocol):
     def forget(self, sequence: Hashable) -> None:
         """The sequence has ended."""
         ...
+
+
+class MeasuringController(Controller):
+    """Refines `costs` by what passes take."""
+
+    costs: CostModel
+
+    @override
+    def observe_target(self, shape: PassShape, seconds: float) -> None:
+        self.costs.observe_target(shape, seconds)
+
+    @override
+    def observe_proposal(self, passes: Sequence[PassShape], seconds: float, num_seqs: int, rest_seconds: float) -> None:
+        self.costs.observe_proposal(passes, seconds, num_seqs, rest_seconds)
+
+    @override
+    def observe_rest(self, seconds: float, num_seqs: int) -> None:
+        self.costs.observe_rest(seconds, num_seqs)

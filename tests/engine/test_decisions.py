@@ -159,6 +159,24 @@ def test_auto_decides_by_measured_costs_and_decodes_as_without_drafts(tokenizer_
     assert llm.engine.speculative_step.planner.controller.num_requests == 0
 
 
+def test_a_plan_does_not_outlive_the_kv_of_its_sequences(toy_pair):
+    """Whoever gave up their KV have to catch up: what was planned before is asked anew, though they are the same."""
+    llm = make_llm(toy_pair, speculative={"num_speculative_tokens": "auto"})
+    planner, asked = llm.engine.speculative_step.planner, []
+    planner.controller.plan = lambda candidates, num_steps: asked.append(0) or Plan([2] * len(candidates), num_steps=16)
+    for i, prompt in enumerate(toys.prompts(2)):
+        llm.engine.add_request(str(i), prompt["prompt_token_ids"], PARAMS[0])
+    for _ in range(3):
+        llm.engine.step()
+    sequences = list(planner._sequences)
+    num_asked = len(asked)
+    planner.plan(sequences)
+    assert len(asked) == num_asked
+    planner.forget(sequences[0])
+    planner.plan(sequences)
+    assert len(asked) == num_asked + 1
+
+
 def test_nobody_fails_for_a_controller_that_does(toy_pair, monkeypatch, caplog):
     prompts = toys.prompts(4)
     expected = token_ids(generate(make_llm(toy_pair, k=0), prompts, PARAMS[0]))
