@@ -89,7 +89,7 @@ def _plan(step: SpeculativeStep, going_on: SequenceOf[Sequence], reserve: Reserv
         counts = reserve(going_on, None)
         return Plan(counts), counts
     plan = step.planner.plan(going_on) if going_on else Plan([])
-    if plan.stop_rule is not None and (step.agree is not None or not _takes_argmax(step, going_on, plan)):
+    if plan.stop_rule is not None and (step.agree is not None or not _takes_argmax(going_on, plan)):
         plan = replace(plan, num_draft_tokens=list(plan.without_rule), stop_rule=None)
     if step.agree is not None and going_on:
         counts, looks_back = step.agree([plan.num_draft_tokens, list(plan.looks_back)])
@@ -98,10 +98,11 @@ def _plan(step: SpeculativeStep, going_on: SequenceOf[Sequence], reserve: Reserv
     return plan, reserve(going_on, counts) if any(counts) else counts
 
 
-def _takes_argmax(step: SpeculativeStep, going_on: SequenceOf[Sequence], plan: Plan) -> bool:
+def _takes_argmax(going_on: SequenceOf[Sequence], plan: Plan) -> bool:
     """Whether drafts are each the most likely token, which alone are made by a rule."""
     counts = zip(going_on, plan.num_draft_tokens, strict=True)
-    return step.sampling([sequence.sampling_request for sequence, count in counts if count]).takes_argmax
+    requests = [sequence.sampling_request for sequence, count in counts if count]
+    return all(request.params.greedy and not request.needs_processing for request in requests)
 
 
 def _drafts(

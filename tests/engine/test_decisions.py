@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from functools import partial
 
 import pytest
@@ -175,6 +176,37 @@ def test_a_plan_does_not_outlive_the_kv_of_its_sequences(toy_pair):
     planner.forget(sequences[0])
     planner.plan(sequences)
     assert len(asked) == num_asked + 1
+
+
+def test_a_controller_is_told_what_passes_proposals_and_steps_without_drafts_take(toy_pair):
+    llm = make_llm(toy_pair, speculative={"num_speculative_tokens": "auto"})
+    whim, told = Whim(1), {"observe_target": [], "observe_proposal": [], "observe_rest": []}
+    for name, calls in told.items():
+        setattr(whim, name, lambda *arguments, of=calls: of.append(arguments))
+    llm.engine.speculative_step.planner = planner_of(whim)
+    start = time.perf_counter()
+    generate(llm, toys.prompts(4), SamplingParams(max_tokens=30, temperature=0, ignore_eos=True))
+    wall = time.perf_counter() - start
+    assert all(told.values())
+    assert any(shape.num_rows > shape.num_seqs for shape, _ in told["observe_target"])
+    spent = [seconds for _, seconds in told["observe_target"]] + [seconds for seconds, _ in told["observe_rest"]]
+    spent += [x for _, seconds, _, rest in told["observe_proposal"] for x in (seconds, rest)]
+    assert min(spent) > 0
+    assert sum(spent) < wall
+
+
+@pytest.mark.parametrize(("temperature", "deepest"), [(0.0, 4), (0.9, 1)])
+def test_plans_that_are_deep_for_the_sake_of_a_rule_are_not_where_nobody_asks_it(toy_pair, temperature, deepest):
+    """Sampled drafts are made without it."""
+    llm = make_llm(toy_pair, speculative={"num_speculative_tokens": "auto"})
+    whim, lengths = Whim(1), []
+    never = StopRule(1.0, [0.0] * 16, [0.0] * 3, [1.0] * 3, -1.0, 0.0)
+    whim.plan = lambda candidates, num_steps: Plan([4] * len(candidates), (), never, [1] * len(candidates))
+    whim.selects = lambda: True
+    whim.select = lambda sequences, evidence: lengths.extend(map(len, evidence)) or [*map(len, evidence)]
+    llm.engine.speculative_step.planner = planner_of(whim)
+    generate(llm, toys.prompts(3), SamplingParams(max_tokens=12, temperature=temperature, ignore_eos=True))
+    assert max(lengths) == deepest
 
 
 def test_nobody_fails_for_a_controller_that_does(toy_pair, monkeypatch, caplog):
