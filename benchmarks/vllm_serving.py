@@ -1,9 +1,9 @@
 """`python -m benchmarks.vllm_serving`: vLLM with its own CPU worker and with ours, plain, with a draft, with n-grams.
 
 One pair, the same prompts and threads, streamed through vLLM's AsyncLLM (its engine core in a process of its own, no
-HTTP). Each contender is a process of its own, started anew in every round, in an order that rotates. Of our worker's
-time it is said how much was our own steps; the rest is vLLM's engine, which is there whatever the worker. Prints a
-table, draws a picture where matplotlib is there, and ends in one line of JSON.
+HTTP). Each contender is a process of its own; they serve in turns, a few seconds each, in an order that rotates, while
+the others wait. Of our worker's time it is said how much was our own steps; the rest is vLLM's engine, which is there
+whatever the worker. Prints a table, draws a picture where matplotlib is there, and ends in one line of JSON.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median, quantiles
 from tempfile import TemporaryDirectory
@@ -27,6 +28,8 @@ DECISIONS = ("ours plain", "ours draft_model 1", "ours draft_model 2", "ours dra
 MAX_MODEL_LEN = 512
 _RATIOS = ("over_vllm", "over_vllm_plain", "over_plain")
 KV_BYTES = 512 << 20
+_STRIDE = 37  # between the lengths of neighbouring outputs
+_WARM_UP = 4  # concurrency, before the first round
 
 
 def engine_arguments(contender: str, job: dict[str, Any]) -> dict[str, Any]:
@@ -60,8 +63,8 @@ def engine_arguments(contender: str, job: dict[str, Any]) -> dict[str, Any]:
     return arguments
 
 
-async def serve(job: dict[str, Any]) -> dict[str, Any]:
-    """One contender at every concurrency: what its requests took, and what they got."""
+async def serve(job: dict[str, Any]) -> None:
+    """One contender: for each line of the input, a level of concurrency, a line of what its requests took and got."""
     from prometheus_client import CollectorRegistry
     from prometheus_client.multiprocess import MultiProcessCollector
     from vllm import SamplingParams
@@ -77,22 +80,24 @@ async def serve(job: dict[str, Any]) -> dict[str, Any]:
     else:
         prompts = [{"prompt_token_ids": token_ids} for token_ids in job["prompts"]]
     prompts = [prompts[i % len(prompts)] for i in range(job["num_prompts"])]
-    levels = job["concurrency"]
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(job["contender"], job)))
-    params = SamplingParams(
-        temperature=0,
-        max_tokens=job["max_tokens"],
-        ignore_eos=True,
-        output_kind=RequestOutputKind.DELTA,
-        detokenize=job["prompts"] is None,
-    )
+
+    def params_of(i: int) -> SamplingParams:
+        # Outputs of one length would make plain decoding, and it alone, prefill all prompts of a batch in one pass.
+        return SamplingParams(
+            temperature=0,
+            max_tokens=job["max_tokens"] // 2 + i * _STRIDE % job["max_tokens"],
+            ignore_eos=True,
+            output_kind=RequestOutputKind.DELTA,
+            detokenize=job["prompts"] is None,
+        )
 
     async def complete(i: int, prompt: str, room: asyncio.Semaphore) -> dict[str, Any]:
         async with room:
             start = last = time.perf_counter()
             token_ids: list[int] = []
             gaps: list[float] = []
-            async for output in engine.generate(prompt, params, f"{time.monotonic()}-{i}"):
+            async for output in engine.generate(prompt, params_of(i), f"{time.monotonic()}-{i}"):
                 now, new = time.perf_counter(), list(output.outputs[0].token_ids)
                 if token_ids:
                     gaps += [(now - last) / len(new)] * len(new) if new else []
@@ -115,17 +120,16 @@ async def serve(job: dict[str, Any]) -> dict[str, Any]:
         )
         return (*(values.get(name, 0) for name in names), seconds)
 
-    await asyncio.gather(*(complete(i, prompt, asyncio.Semaphore(4)) for i, prompt in enumerate(prompts[:4])))
-    results = {}
-    for level in levels:
+    async def complete_all(level: int) -> dict[str, Any]:
         room = asyncio.Semaphore(level)
         before, start = counters(), time.perf_counter()
-        outputs = await asyncio.gather(*(complete(i, prompt, room) for i, prompt in enumerate(prompts)))
+        of_level = enumerate(prompts[: _num_prompts(level)])
+        outputs = await asyncio.gather(*(complete(i, prompt, room) for i, prompt in of_level))
         seconds = time.perf_counter() - start
         drafted, accepted, stage_seconds = (b - a for a, b in zip(before, counters(), strict=True))
         gaps = sorted(gap for output in outputs for gap in output["gaps"])
         cuts = quantiles(gaps, n=100, method="inclusive")
-        results[level] = {
+        return {
             "tokens_per_second": sum(len(output["token_ids"]) for output in outputs) / seconds,
             "first_token_ms": 1e3 * median(output["first"] for output in outputs),
             "between_p50_ms": 1e3 * cuts[49],
@@ -134,25 +138,51 @@ async def serve(job: dict[str, Any]) -> dict[str, Any]:
             "our_steps": stage_seconds / seconds if stage_seconds else None,
             "token_ids": [output["token_ids"] for output in outputs],
         }
+
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        print(json.dumps(await complete_all(int(line))), flush=True)
     engine.shutdown()
-    return results
 
 
-def run_contender(job: dict[str, Any], threads: int) -> dict[str, Any]:
-    """In a process of its own; its last line is the result."""
-    environment = os.environ | {
-        "OMP_NUM_THREADS": str(threads),
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    }
-    command = [sys.executable, "-m", "benchmarks.vllm_serving", "--job", json.dumps(job)]
-    with TemporaryDirectory() as metrics:
-        environment["PROMETHEUS_MULTIPROC_DIR"] = metrics
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise RuntimeError(f"{job['contender']} failed:\n{done.stderr[-3000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+def _num_prompts(level: int) -> int:
+    """Of a turn: enough that most of it is at full concurrency."""
+    return max(8, 4 * level)
+
+
+class Contender:
+    """Serves in a process of its own, as often as it is asked to."""
+
+    def __init__(self, job: dict[str, Any], threads: int, folder: Path):
+        environment = os.environ | {
+            "OMP_NUM_THREADS": str(threads),
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_LOGGING_LEVEL": "ERROR",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "PROMETHEUS_MULTIPROC_DIR": str(folder),
+        }
+        self.name = job["contender"]
+        self._errors = folder / "errors.txt"
+        command = [sys.executable, "-m", "benchmarks.vllm_serving", "--job", json.dumps(job)]
+        with self._errors.open("w") as errors:
+            self._process = subprocess.Popen(
+                command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
+            )
+
+    def serve(self, level: int) -> dict[str, Any]:
+        """A turn at this concurrency. RuntimeError, with what it said last, if the process has ended."""
+        try:
+            print(level, file=self._process.stdin, flush=True)
+        except BrokenPipeError:
+            pass  # the reading below says it
+        for line in self._process.stdout:
+            if line.startswith("{"):  # vLLM may print, too
+                return json.loads(line)
+        raise RuntimeError(f"{self.name} failed:\n{self._errors.read_text()[-3000:]}")
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.stdin.close()
+        self._process.wait()
 
 
 def summary(rounds: list[dict[str, dict[str, Any]]], levels: list[int]) -> list[dict[str, Any]]:
@@ -179,12 +209,12 @@ def summary(rounds: list[dict[str, dict[str, Any]]], levels: list[int]) -> list[
                 ]
                 row[name] = median(ratios) if ratios else None
             plain = rounds[0]["ours plain"][level]["token_ids"]
-            row["identical"] = sum(a == b for a, b in zip(runs[0]["token_ids"], plain, strict=True))
+            row["identical"] = sum(a == b for a, b in zip(runs[0]["token_ids"], plain, strict=True)) / len(plain)
             rows.append(row)
     return rows
 
 
-def print_table(rows: list[dict[str, Any]], num_prompts: int) -> None:
+def print_table(rows: list[dict[str, Any]]) -> None:
     """As a reader compares: by concurrency."""
     from rich.console import Console
     from rich.table import Table
@@ -192,7 +222,7 @@ def print_table(rows: list[dict[str, Any]], num_prompts: int) -> None:
     table = Table(
         title="vLLM on a CPU: its own worker and ours",
         caption="medians of the rounds, ratios within a round; between: of tokens, those of one chunk share its time; "
-        f"our steps: share of the time, the rest is vLLM's; identical: outputs of {num_prompts} equal to ours plain",
+        "our steps: share of the time, the rest is vLLM's; identical: outputs equal to ours plain",
     )
     for name in ("at once", "worker", "tokens/s", "min-max", "x vllm's", "x vllm plain", "x ours plain", "first ms",
                  "between P50", "P99 ms", "accepted", "our steps", "identical"):  # fmt: skip
@@ -205,7 +235,7 @@ def print_table(rows: list[dict[str, Any]], num_prompts: int) -> None:
             str(row["concurrency"]), row["contender"], f"{row['tokens_per_second']:.0f}",
             f"{row['min']:.0f}-{row['max']:.0f}", *ratios,
             f"{row['first_token_ms']:.1f}", f"{row['between_p50_ms']:.2f}", f"{row['between_p99_ms']:.2f}", accepted,
-            our_steps, str(row["identical"]), end_section=(i + 1) % len(contenders) == 0,
+            our_steps, f"{row['identical']:.0%}", end_section=(i + 1) % len(contenders) == 0,
         )  # fmt: skip
     Console(width=140).print(table)
 
@@ -233,19 +263,20 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
 def main(
     concurrency: str = typer.Option("1,8,32", help="Requests at once, with commas between them."),
-    num_prompts: int = typer.Option(64, min=1, help="The embedded prompts, repeated."),
-    max_tokens: int = typer.Option(128, min=2, help="Of each output; nothing ends one earlier."),
+    max_tokens: int = typer.Option(
+        128, min=2, help="Of an output in the mean: from half to one and a half of it, and nothing ends one earlier."
+    ),
     num_speculative_tokens: int = typer.Option(4, min=1, help="Draft tokens per round; with ours, at most."),
     decisions: bool = typer.Option(False, help="Our worker alone: plain, K = 1, 2, 4, and decided in every step."),
     pair: str = typer.Option("embedded", help="Or a synthetic one, by its name in benchmarks/adaptive/pairs.py."),
-    rounds: int = typer.Option(3, min=1, help="Turns of every contender."),
+    rounds: int = typer.Option(9, min=1, help="Turns of every contender at every concurrency."),
     threads: int = typer.Option(1, min=1, help="CPU threads of a pass."),
     out: Annotated[Path | None, typer.Option(help="A folder for the JSON and the picture.")] = None,
     job: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Measure."""
     if job is not None:
-        print(json.dumps(asyncio.run(serve(json.loads(job)))))
+        asyncio.run(serve(json.loads(job)))
         return
     from tqdm import tqdm
 
@@ -253,6 +284,7 @@ def main(
     from benchmarks.environment import environment
 
     levels = [int(level) for level in concurrency.split(",")]
+    num_prompts = max(map(_num_prompts, levels))
     settings = {
         "concurrency": levels,
         "num_prompts": num_prompts,
@@ -260,22 +292,29 @@ def main(
         "num_speculative_tokens": num_speculative_tokens,
         "pair": pair,
     }
-    contenders = DECISIONS if decisions else CONTENDERS
+    names = DECISIONS if decisions else CONTENDERS
     played: list[dict[str, dict[str, Any]]] = []
-    with TemporaryDirectory() as folder, tqdm(total=rounds * len(contenders), unit="run") as bar:
+    with TemporaryDirectory() as folder, ExitStack() as stack:
         made = make_pair(pair, Path(folder), num_prompts)
         prompts = None if pair == "embedded" else made.prompts  # those of random models are token ids
         job_of_all = settings | {"target": made.target, "draft": made.speculative["model"], "prompts": prompts}
-        for i in range(rounds):
-            of_round: dict[str, dict[str, Any]] = {}
+        contenders = []
+        for i, name in enumerate(tqdm(names, unit="start")):  # one by one: what is measured in loading is to be quiet
+            own = Path(folder) / f"contender-{i}"
+            own.mkdir()
+            contender = Contender(job_of_all | {"contender": name}, threads, own)
+            stack.callback(contender.close)
+            contender.serve(_WARM_UP)
+            contenders.append(contender)
+        for i in tqdm(range(rounds), unit="round"):
+            of_round: dict[str, dict[str, Any]] = {name: {} for name in names}
             first = i % len(contenders)
-            for contender in [*contenders[first:], *contenders[:first]]:
-                bar.set_description(contender)
-                of_round[contender] = run_contender(job_of_all | {"contender": contender}, threads)
-                bar.update()
-            played.append({contender: of_round[contender] for contender in contenders})
+            for level in levels:
+                for contender in [*contenders[first:], *contenders[:first]]:
+                    of_round[contender.name][str(level)] = contender.serve(level)
+            played.append(of_round)
     rows = summary(played, levels)
-    print_table(rows, num_prompts)
+    print_table(rows)
     results = environment(threads) | {"study": "vllm_serving", "settings": settings | {"rounds": rounds}, "rows": rows}
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
