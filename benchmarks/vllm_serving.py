@@ -14,7 +14,7 @@ import os
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from statistics import median, quantiles
 from tempfile import TemporaryDirectory
@@ -170,10 +170,8 @@ class Contender:
 
     def serve(self, level: int) -> dict[str, Any]:
         """A turn at this concurrency. RuntimeError, with what it said last, if the process has ended."""
-        try:
+        with suppress(BrokenPipeError):  # the reading below says it
             print(level, file=self._process.stdin, flush=True)
-        except BrokenPipeError:
-            pass  # the reading below says it
         for line in self._process.stdout:
             if line.startswith("{"):  # vLLM may print, too
                 return json.loads(line)

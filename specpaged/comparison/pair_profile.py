@@ -11,7 +11,8 @@ from specpaged.comparison.job import Job
 from specpaged.engine.cost_probe import probe
 from specpaged.engine.draft_planner import DraftPlanner
 from specpaged.speculation.controller import Candidate, MeasuringController, Plan
-from specpaged.speculation.cost_model import CostModel, PassShape
+from specpaged.speculation.cost_model import CostModel
+from specpaged.speculation.pass_seconds import PassShape
 
 PROBE_SECONDS = 6.0
 DEPTHS = (8, 0, 4, 8, 2, 8, 1, 6)  # one after the other, so that passes of every shape are timed as they really come

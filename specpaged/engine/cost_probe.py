@@ -6,16 +6,14 @@ import contextlib
 import hashlib
 import json
 import logging
-import math
 import os
 import platform
 import tempfile
 import time
-from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 
 import torch
 
@@ -23,31 +21,25 @@ from specpaged.config import EngineConfig
 from specpaged.drafting.base import Drafter, DraftRow
 from specpaged.drafting.draft_model import DraftModelDrafter
 from specpaged.engine.draft_planner import DraftPlanner
+from specpaged.engine.pass_timer import NUM_NEW, PassTimer, Shape, sequences
 from specpaged.modeling.model_runner import ModelRunner
-from specpaged.modeling.ragged_batch import RaggedBatch, RaggedRow, pack
+from specpaged.modeling.ragged_batch import RaggedRow, pack
 from specpaged.sampling.batch import SamplingBatch
 from specpaged.sampling.request import SamplingRequest
 from specpaged.sampling_params import SamplingParams
 from specpaged.speculation.adaptive import AdaptiveController
-from specpaged.speculation.cost_model import CostModel, PassSeconds
+from specpaged.speculation.cost_model import CostModel
+from specpaged.speculation.pass_seconds import PassSeconds
 from specpaged.speculation.tetris import TetrisController
 from specpaged_kernels import limits
 from specpaged_kernels.cpu.build import cache_folder
 
 logger = logging.getLogger("specpaged")
 
-Shape = tuple[int, int, int]  # sequences, rows of each, and tokens of KV of each before them
-
 BUDGET = 2.0  # seconds that a probe may take
-# Rows that are timed, in this order while there is time: kernels work in tiles, and few rows are not on a line.
-ROWS = (1, 8, 16, 32, 64, 2, 4, 6, 128, 256, 512, 3, 5, 7, 12, 24, 48, 96, 9, 20, 40, 192)
 _SWEEPS = 40
-_CONTEXT = 256  # tokens, of the pass that says what reading KV takes
-_SEQUENCES = 32  # at most, of the passes that say what sequences and their KV take
-_KINDS = (1, 4)  # rows of each of them
-_KINDS_OF_DRAFTS = (1,)  # whose sequences have a row each
 _FEW = 8  # sequences, whose proposals take a time that hardly depends on how many they are
-_FURTHER = 3  # passes of a proposal behind its first one, timed together
+_FURTHER = NUM_NEW - 1  # passes of a proposal behind its first one, timed together
 _GREEDY = SamplingRequest(SamplingParams(temperature=0), 0, (), ())
 # Besides the passes, until it has been seen: of a step and each of its sequences, of a proposal and each of those.
 _STEP_SECONDS, _SEQUENCE_SECONDS = 2e-4, 1.5e-5
@@ -55,7 +47,7 @@ _PROPOSAL_SECONDS, _DRAFTING_SECONDS = 1.5e-4, 5e-5
 _OF_SEQUENCES = {"seconds_per_drafting": _DRAFTING_SECONDS, "seconds_per_sequence": _SEQUENCE_SECONDS}
 _FITS = 32  # rows, at most, of passes that are bound by reading weights: to them it matters what is in the caches
 _BYTES_PER_SECOND = 1e10  # of weights, where nothing can be measured
-_VERSION = 16  # of what is kept
+_VERSION = 17  # of what is kept
 
 
 def get_planner(
@@ -114,9 +106,9 @@ def probe(target: ModelRunner, draft: ModelRunner | None, most_rows: int, budget
     first_seconds: dict[int, list[float]] = {}  # that a proposal for so many takes besides its passes
     saved: list[float] = []  # by passes of a row behind others of the target, where no drafter was between them
     drafter = draft and DraftModelDrafter(draft, draft.model.vocab_size, 1 << 30, with_probs=False)
-    timers = [_PassTimer(target, most_rows, partial(_verified, target, drafter, saved))]
+    timers = [PassTimer(target, most_rows, partial(_verified, target, drafter, saved))]
     if draft is not None:
-        timers.append(_PassTimer(draft, most_rows, partial(_drafted, drafter, first_seconds), _KINDS_OF_DRAFTS))
+        timers.append(PassTimer(draft, most_rows, partial(_drafted, drafter, first_seconds), have_several=False))
     for share, timer in zip((0.4, 0.6), timers, strict=False):
         timer.begin(partial(left, share))
     for sweep in range(_SWEEPS):
@@ -144,94 +136,6 @@ def guessed_costs(target: ModelRunner, draft: ModelRunner | None) -> CostModel:
     return CostModel(*passes, _PROPOSAL_SECONDS, _STEP_SECONDS, **_OF_SEQUENCES)
 
 
-class _PassTimer:
-    """The usual seconds of one model's passes, by shape: memory is not always as quick as it can be.
-
-    Rows are of one sequence, where it may have several.
-    """
-
-    def __init__(
-        self,
-        runner: ModelRunner,
-        most_rows: int,
-        run: Callable[[list[RaggedRow]], float],
-        kinds: Sequence[int] = _KINDS,
-    ):
-        self.runner = runner
-        self.run = run
-        longest = min(_CONTEXT, runner.kv_cache.num_slots, runner.model.max_model_len)  # of a sequence
-        together = longest if len(kinds) > 1 else 0
-        self.of_rows = [(1, n, 0) if n <= together else (n, 1, 0) for n in ROWS if n <= max(8, most_rows)]
-        context = longest - max(_KINDS)
-        self.num_seqs = next(n for n in (_SEQUENCES, 16, 8, 4, 2) if n <= max(2, most_rows // 4))
-        self.of_sequences = [(self.num_seqs, n, c) for n in kinds for c in (0, context) if context > 0]
-        self.shapes = [*self.of_rows[:3], *self.of_sequences, *self.of_rows[3:]]
-        self._measured: dict[Shape, list[float]] = {}
-
-    @property
-    def seconds(self) -> dict[Shape, float]:
-        """Medians, as yet."""
-        return {shape: median(values) for shape, values in self._measured.items()}
-
-    def begin(self, left: Callable[[], float]) -> None:
-        """Every shape once, as long as there is time; two of them in any case."""
-        self.run(_rows(self.runner, 1, 1, 0))  # there may be something to build
-        for shape in self.shapes:
-            if len(self._measured) >= 2 and left() < 2 * max(self.seconds.values()):
-                break
-            self.again(shape)
-
-    def again(self, shape: Shape) -> None:
-        """One of them once more."""
-        self._measured.setdefault(shape, []).append(self.run(_rows(self.runner, *shape)))
-
-    def quick(self, seconds: float) -> list[Shape]:
-        """Those of which several are done in this time; fewer of those whose differences are to be known."""
-        return sorted(
-            shape for shape, s in self.seconds.items() if s < seconds / (4 if shape in self.of_sequences else 16)
-        )
-
-    def pass_seconds(self) -> PassSeconds:
-        """What the shapes came to."""
-        of_shapes = self.seconds
-        by_rows = {n * each: s for (n, each, context), s in of_shapes.items() if (n, each, context) in self.of_rows}
-        num_rows = sorted(by_rows)
-        seconds = _rising([by_rows[rows] for rows in num_rows])
-        if not self.of_sequences or not all(shape in of_shapes for shape in self.of_sequences):
-            return PassSeconds(num_rows, seconds)
-        num_seqs = self.num_seqs
-        num_kv_tokens = num_seqs * self.of_sequences[-1][2]
-        pairs = zip(self.of_sequences[::2], self.of_sequences[1::2], strict=True)
-        of_kv = [max(0.0, of_shapes[with_kv] - of_shapes[without]) / num_kv_tokens for without, with_kv in pairs]
-        per_row = min(of_kv[0], max(0.0, of_kv[-1] - of_kv[0]) / (max(_KINDS) - 1))
-        together = of_shapes.get((1, num_seqs, 0), math.inf)
-        per_sequence = max(0.0, of_shapes[num_seqs, 1, 0] - together) / (num_seqs - 1)
-        return PassSeconds(num_rows, seconds, per_sequence, of_kv[0] - per_row, per_row)
-
-
-def _rising(seconds: Sequence[float]) -> list[float]:
-    """The nearest ones that never fall: more rows are never quicker, and if they seem so, somebody was in the way."""
-    runs: list[list[float]] = []
-    for value in seconds:
-        runs.append([value])
-        while len(runs) > 1 and mean(runs[-2]) > mean(runs[-1]):
-            runs[-2:] = [runs[-2] + runs[-1]]
-    return [mean(run) for run in runs for _ in run]
-
-
-def _rows(runner: ModelRunner, num_seqs: int, num_rows: int, context_len: int) -> list[RaggedRow]:
-    """Sequences of so many rows each, on KV of their own as far as there is some: what it holds is nobody's."""
-    cache = runner.kv_cache
-    each = -(-(context_len + max(num_rows, 1 + _FURTHER)) // cache.block_size)
-    firsts = [1 + i * each % (cache.num_blocks - each + 1) for i in range(num_seqs)]
-    return [RaggedRow([1] * num_rows, context_len, range(first, first + each), num_rows) for first in firsts]
-
-
-def _packed(runner: ModelRunner, rows: list[RaggedRow]) -> RaggedBatch:
-    cache = runner.kv_cache
-    return pack(rows, cache.block_size, runner.model.device, cache.block_stride)
-
-
 def _verified(target: ModelRunner, drafter: DraftModelDrafter | None, saved: list, rows: list[RaggedRow]) -> float:
     """A pass behind one of its own kind and a drafter's."""
     num_rows = sum(len(row.token_ids) for row in rows)
@@ -239,7 +143,7 @@ def _verified(target: ModelRunner, drafter: DraftModelDrafter | None, saved: lis
     for _ in range(2 if num_rows == 1 else num_rows <= _FITS):
         undisturbed = _forward(target, rows)
     if drafter is not None:
-        _proposal(drafter, _rows(drafter.runner, 1, 1, 0), 2)
+        _proposal(drafter, sequences(drafter.runner, Shape(1, 1)), 2)
     seconds = _forward(target, rows)
     if num_rows == 1:
         saved.append(seconds - undisturbed)
@@ -248,7 +152,9 @@ def _verified(target: ModelRunner, drafter: DraftModelDrafter | None, saved: lis
 
 def _forward(runner: ModelRunner, rows: list[RaggedRow]) -> float:
     start = time.perf_counter()
-    output = runner.forward(_packed(runner, rows), argmax_of=runner.model.vocab_size)
+    cache = runner.kv_cache
+    batch = pack(rows, cache.block_size, runner.model.device, cache.block_stride)
+    output = runner.forward(batch, argmax_of=runner.model.vocab_size)
     output.argmax.token_ids.tolist()  # waits for the device
     return time.perf_counter() - start
 

@@ -16,7 +16,8 @@ from specpaged.engine.sequence import Sequence
 from specpaged.paging.page_table import DRAFT
 from specpaged.speculation.acceptance import logits_of
 from specpaged.speculation.controller import Candidate, Controller, Plan
-from specpaged.speculation.cost_model import CostModel, PassShape
+from specpaged.speculation.cost_model import CostModel
+from specpaged.speculation.pass_seconds import PassShape
 
 logger = logging.getLogger("specpaged")
 

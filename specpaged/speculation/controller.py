@@ -8,7 +8,8 @@ from typing import Protocol
 
 from typing_extensions import override
 
-from specpaged.speculation.cost_model import CostModel, PassShape
+from specpaged.speculation.cost_model import CostModel
+from specpaged.speculation.pass_seconds import PassShape
 from specpaged.speculation.stop_rule import StopRule
 
 

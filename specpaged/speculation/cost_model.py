@@ -3,119 +3,18 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import NamedTuple
 
-_LEARNING_RATE = 0.1  # of a node: some ten passes of one kind are believed
-_SURPRISING = 0.2  # in the logarithm: of a pass that departs by more, less is believed
+from specpaged.speculation.pass_seconds import SHOWN, PassSeconds, PassShape, believed
+
 _NUM_RECENT = 31  # passes whose median says what all have in common
 _NUM_NEWEST = 5  # of them, whose median says how busy the machine is at this moment
 _MEDIAN_EVERY = 8  # passes
 _WAIT = 10
 _SHIFT = 0.05  # in the logarithm: a median beyond it is no noise
-_STALE = 16  # passes learned from before a table is made anew
 _BESIDES = ("seconds_per_proposal", "seconds_per_step", "seconds_per_drafting", "seconds_per_sequence", "seconds_saved")
-_SHOWN = (1, 8, 32, 128)  # row counts, in a report
-
-
-class PassShape(NamedTuple):
-    """What a pass runs: so many rows of so many sequences, whose KV has so many tokens in the mean."""
-
-    num_rows: int
-    num_seqs: int
-    context_len: float = 0.0
-
-
-class PassSeconds:
-    """Seconds of one model's pass: of n rows of B sequences with C tokens of KV each
-
-        f(n) + B * per_sequence + C * (B * per_kv_token + n * per_row_and_kv_token)
-
-    as a sequence's KV is read once, and each of its rows attends to all of it. f is linear between nodes, which are row
-    counts, ascending from 1; beyond the last one the last two go on.
-
-    Raises:
-        ValueError: nodes that are no such table.
-    """
-
-    def __init__(
-        self,
-        num_rows: Sequence[int],
-        seconds: Sequence[float],
-        per_sequence: float = 0.0,
-        per_kv_token: float = 0.0,
-        per_row_and_kv_token: float = 0.0,
-    ):
-        if len(num_rows) < 2 or len(num_rows) != len(seconds):
-            raise ValueError(f"num_rows and seconds must be two or more alike, got {len(num_rows)} and {len(seconds)}")
-        if list(num_rows) != sorted(set(num_rows)) or num_rows[0] < 1:
-            raise ValueError(f"num_rows must ascend from 1 or more, got {list(num_rows)}")
-        if min(*seconds) <= 0 or min(per_sequence, per_kv_token, per_row_and_kv_token) < 0:
-            others = (per_sequence, per_kv_token, per_row_and_kv_token)
-            raise ValueError(f"seconds must be positive, got {list(seconds)}, and {others} besides")
-        self.num_rows = list(num_rows)
-        self.seconds = list(seconds)
-        self.per_sequence = per_sequence
-        self.per_kv_token = per_kv_token
-        self.per_row_and_kv_token = per_row_and_kv_token
-        self._table: list[float] = []
-        self._num_learned = 0  # since the table was made
-
-    def of(self, shape: PassShape) -> float:
-        """Seconds of a pass; 0 of one without rows."""
-        num_rows, num_seqs, context_len = shape
-        if num_rows <= 0:
-            return 0.0
-        of_sequence = self.per_sequence + context_len * self.per_kv_token
-        return self.of_rows(num_rows) + num_seqs * of_sequence + num_rows * context_len * self.per_row_and_kv_token
-
-    def of_rows(self, num_rows: int) -> float:
-        """f(n), for one row or more."""
-        i, weight = self._place(num_rows)
-        low, high = self.seconds[i], self.seconds[i + 1]
-        # Nodes that noise has turned round must not make a pass free.
-        return max(low + weight * (high - low), 0.5 * min(low, high))
-
-    def table(self, most_rows: int) -> list[float]:
-        """f of 0 (which is 0), 1, ... at least `most_rows` rows, as it was some passes ago."""
-        if len(self._table) <= most_rows or self._num_learned >= _STALE:
-            self._num_learned = 0
-            self._table = [0.0] + [self.of_rows(n) for n in range(1, max(most_rows + 1, len(self._table)))]
-        return self._table
-
-    def learn(self, num_rows: int, surprise: float, share: float = 1.0) -> None:
-        """Move the nodes beside num_rows by a share of `surprise`, the logarithm of seen / expected."""
-        self._num_learned += 1
-        i, weight = self._place(num_rows)
-        weight = min(1.0, max(0.0, weight))
-        for node, of_node in ((i, 1.0 - weight), (i + 1, weight)):
-            self.seconds[node] *= math.exp(of_node * share * _believed(surprise))
-
-    def scale(self, factor: float) -> None:
-        """All passes take `factor` times as long as was thought."""
-        self.seconds = [factor * seconds for seconds in self.seconds]
-        self.per_sequence *= factor
-        self.per_kv_token *= factor
-        self.per_row_and_kv_token *= factor
-        self._num_learned = _STALE
-
-    def __str__(self) -> str:
-        """'1.2 1.3 2.4 8.1': milliseconds by row counts."""
-        return " ".join(f"{1e3 * self.of_rows(num_rows):.3g}" for num_rows in _SHOWN)
-
-    def as_list(self) -> list:
-        """The arguments that make another one like it."""
-        others = (self.per_sequence, self.per_kv_token, self.per_row_and_kv_token)
-        return [list(self.num_rows), list(self.seconds), *others]
-
-    def _place(self, num_rows: int) -> tuple[int, float]:
-        """The node before, and how far towards the next one; above 1 beyond the last, below 0 before the first."""
-        i = min(max(bisect_right(self.num_rows, num_rows) - 1, 0), len(self.num_rows) - 2)
-        low, high = self.num_rows[i], self.num_rows[i + 1]
-        return i, (num_rows - low) / (high - low)
 
 
 class CostModel:
@@ -154,9 +53,9 @@ class CostModel:
         """A line, as the costs are known now."""
         draft = "" if self.draft is None else f", of the draft {self.draft} ms"
         return (
-            f"passes of {' '.join(map(str, _SHOWN))} rows {self.target} ms{draft}; "
-            f"besides, {1e3 * self.proposal(1):.2g} to {1e3 * self.proposal(_SHOWN[-1]):.2g} ms a proposal, "
-            f"{1e3 * self.rest(1):.2g} to {1e3 * self.rest(_SHOWN[-1]):.2g} a step"
+            f"passes of {' '.join(map(str, SHOWN))} rows {self.target} ms{draft}; "
+            f"besides, {1e3 * self.proposal(1):.2g} to {1e3 * self.proposal(SHOWN[-1]):.2g} ms a proposal, "
+            f"{1e3 * self.rest(1):.2g} to {1e3 * self.rest(SHOWN[-1]):.2g} a step"
         )
 
     def rest(self, num_seqs: int) -> float:
@@ -208,7 +107,7 @@ class CostModel:
         factor = self._of_proposals.take_shift()
         shifted = factor != 1.0
         if not shifted:
-            factor = math.exp(besides / expected * _believed(surprise))
+            factor = math.exp(besides / expected * believed(surprise))
         self.seconds_per_proposal *= factor
         self.seconds_per_drafting *= factor
         if shifted:
@@ -271,8 +170,3 @@ class _Surprises:
         self._last.clear()
         self._num_seen, self.median = 0, 0.0
         return factor
-
-
-def _believed(surprise: float) -> float:
-    """What is learned of a surprise: the larger it is, the smaller the share (a Cauchy distribution's likelihood)."""
-    return _LEARNING_RATE * surprise / (1.0 + (surprise / _SURPRISING) ** 2)

@@ -26,7 +26,7 @@ class StepTimes:
         target, draft = costs.target, costs.draft
         rows = target.table(batch_size + most_drafts)
         per_row = context * target.per_row_and_kv_token
-        rest = costs.rest(batch_size) + batch_size * (target.per_sequence + context * target.per_kv_token)
+        rest = costs.rest(batch_size) + target.of_sequences(batch_size, context)
         verify = [rows[n] + n * per_row + rest for n in range(batch_size, batch_size + most_drafts + 1)]
         verify[0] -= costs.saved(batch_size)
         if draft is None:
@@ -34,8 +34,9 @@ class StepTimes:
         # A sequence that has not drafted for long catches up once: what counts is what it will be from then on.
         num_first = [math.ceil(n * _USUAL_LAG) for n in range(batch_size + 1)]
         rows = draft.table(num_first[-1])
-        per_sequence = draft.per_sequence + context * (draft.per_kv_token + draft.per_row_and_kv_token)
-        besides = per_sequence + costs.seconds_per_drafting
-        first = [rows[num_rows] + n * besides for n, num_rows in enumerate(num_first)]
-        later = [rows[n] + n * per_sequence for n in range(batch_size + 1)]
+        per_row = context * draft.per_row_and_kv_token
+        of_sequences = [draft.of_sequences(n, context) + n * per_row for n in range(batch_size + 1)]
+        besides = costs.seconds_per_drafting
+        first = [rows[num_first[n]] + of_sequences[n] + n * besides for n in range(batch_size + 1)]
+        later = [rows[n] + of_sequences[n] for n in range(batch_size + 1)]
         return cls(context, verify, first, later)

@@ -6,7 +6,8 @@ import pytest
 
 from specpaged.comparison.pair_profile import PairProfile, ProfilingController
 from specpaged.speculation.controller import Candidate
-from specpaged.speculation.cost_model import CostModel, PassSeconds
+from specpaged.speculation.cost_model import CostModel
+from specpaged.speculation.pass_seconds import PassSeconds
 
 
 def profile(draft, acceptance, share=1.0, slope=0.0, sizes=(1, 8, 64)):

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from specpaged.engine import cost_probe
+from specpaged.engine import cost_probe, pass_timer
 from specpaged.engine.cost_probe import guessed_costs, measured_costs, probe
-from specpaged.speculation.cost_model import PassShape
+from specpaged.speculation.pass_seconds import PassShape
 from tests.engine.test_engine import make_llm
 
 
@@ -84,4 +84,4 @@ def test_nowhere_to_keep_it_is_no_reason_not_to_start(pair, tmp_path, monkeypatc
 
 
 def test_what_noise_has_turned_round_is_levelled_and_the_rest_stays():
-    assert cost_probe._rising([1.0, 4.0, 2.0, 3.0, 5.0]) == [1.0, 3.0, 3.0, 3.0, 5.0]
+    assert pass_timer._rising([1.0, 4.0, 2.0, 3.0, 5.0]) == [1.0, 3.0, 3.0, 3.0, 5.0]

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 from specpaged.speculation.acceptance import logit
 from specpaged.speculation.controller import Candidate, Controller, Plan
-from specpaged.speculation.cost_model import CostModel, PassSeconds, PassShape
+from specpaged.speculation.cost_model import CostModel
+from specpaged.speculation.pass_seconds import PassSeconds, PassShape
 
 NODES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
 PLAIN_SECONDS = 1e-3  # of a target pass that is bound by the weights' bytes

@@ -6,8 +6,9 @@ import pytest
 
 from specpaged.speculation.adaptive import LOOKING, AdaptiveController
 from specpaged.speculation.controller import Candidate
-from specpaged.speculation.cost_model import CostModel, PassSeconds
+from specpaged.speculation.cost_model import CostModel
 from specpaged.speculation.looks import Looks
+from specpaged.speculation.pass_seconds import PassSeconds
 from tests.speculation.simulation import Fixed, Simulation, costs, noisy
 
 STEPS = 600

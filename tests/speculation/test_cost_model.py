@@ -8,7 +8,8 @@ import random
 
 import pytest
 
-from specpaged.speculation.cost_model import CostModel, PassSeconds, PassShape
+from specpaged.speculation.cost_model import CostModel
+from specpaged.speculation.pass_seconds import PassSeconds, PassShape
 from specpaged.speculation.step_times import StepTimes
 
 NODES = [1, 2, 4, 8, 16, 32, 64]

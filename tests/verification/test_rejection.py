@@ -9,7 +9,8 @@ from specpaged.sampling_params import SamplingParams
 from specpaged.speculation.acceptance import logits_of
 from specpaged.speculation.adaptive import AdaptiveController
 from specpaged.speculation.controller import Candidate
-from specpaged.speculation.cost_model import CostModel, PassSeconds
+from specpaged.speculation.cost_model import CostModel
+from specpaged.speculation.pass_seconds import PassSeconds
 from specpaged.verification import get_verifier
 from specpaged.verification.rejection import recover
 

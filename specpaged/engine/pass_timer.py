@@ -1,0 +1,134 @@
+"""What one model's passes take on this machine, timed shape by shape."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from statistics import mean, median
+from typing import NamedTuple
+
+from specpaged.modeling.model_runner import ModelRunner
+from specpaged.modeling.ragged_batch import RaggedRow
+from specpaged.speculation.pass_seconds import PassSeconds
+
+# Rows that are timed, in this order while there is time: kernels work in tiles, and few rows are not on a line.
+ROWS = (1, 8, 16, 32, 64, 2, 4, 6, 128, 256, 512, 3, 5, 7, 12, 24, 48, 96, 9, 20, 40, 192)
+NUM_NEW = 4  # tokens of a sequence that there is room for, at least
+_CONTEXT = 256  # tokens, of the passes that say what reading KV takes
+_SEQUENCES, _FEW = 32, 8  # at most, of the passes that say what sequences and their KV take
+_KV_BYTES = 1 << 28  # at most, of their KV
+_SEVERAL = 4  # rows of a sequence, of the pass that says what a further one takes
+
+
+class Shape(NamedTuple):
+    """Of a pass whose sequences are all alike."""
+
+    num_seqs: int
+    num_rows: int  # of each
+    context_len: int = 0  # tokens of KV of each, before them
+
+
+class PassTimer:
+    """The usual seconds of one model's passes, by shape: memory is not always as quick as it can be.
+
+    Rows are of one sequence, where sequences `have_several`.
+    """
+
+    def __init__(
+        self, runner: ModelRunner, most_rows: int, run: Callable[[list[RaggedRow]], float], have_several: bool = True
+    ):
+        self.runner = runner
+        self.run = run
+        cache = runner.kv_cache
+        longest = min(_CONTEXT, cache.num_slots, runner.model.max_model_len)  # of a sequence
+        self.context_len = max(0, longest - NUM_NEW)
+        most_seqs = max(2, min(most_rows // 4, _KV_BYTES // (longest * cache.bytes_per_token)))
+        self.num_seqs = next(n for n in (_SEQUENCES, 16, _FEW, 4, 2) if n <= most_seqs)
+        together = longest if have_several else 0
+        of_rows = [Shape(1, n) if n <= together else Shape(n, 1) for n in ROWS if n <= max(8, most_rows)]
+        self._rows = {shape: shape.num_seqs * shape.num_rows for shape in of_rows}
+        # The same sequences without their KV, and with it.
+        kinds = [(self.num_seqs, 1)]
+        kinds += [(self.num_seqs, _SEVERAL)] if have_several else []
+        kinds += [(_FEW, 1)] if self.num_seqs > _FEW else []
+        contexts = (0, self.context_len) if self.context_len else ()
+        self._of_sequences = [Shape(*kind, context_len) for kind in kinds for context_len in contexts]
+        self.shapes = [*of_rows[:3], *self._of_sequences, *of_rows[3:]]
+        self._measured: dict[Shape, list[float]] = {}
+
+    @property
+    def seconds(self) -> dict[Shape, float]:
+        """Medians, as yet."""
+        return {shape: median(values) for shape, values in self._measured.items()}
+
+    def begin(self, left: Callable[[], float]) -> None:
+        """Every shape once, as long as there is time; two of them in any case."""
+        cache = self.runner.kv_cache
+        for layer in cache.layers:  # memory that nobody has written to is one page, in the nearest cache
+            layer[cache.block_size : cache.block_size + self.num_seqs * (_CONTEXT + cache.block_size)].zero_()
+        self.run(sequences(self.runner, Shape(1, 1)))  # there may be something to build
+        for shape in self.shapes:
+            if len(self._measured) >= 2 and left() < 2 * max(self.seconds.values()):
+                break
+            self.again(shape)
+
+    def again(self, shape: Shape) -> None:
+        """One of them once more."""
+        self._measured.setdefault(shape, []).append(self.run(sequences(self.runner, shape)))
+
+    def quick(self, seconds: float) -> list[Shape]:
+        """Those of which several are done in this time; fewer of those whose differences are to be known."""
+        return sorted(
+            shape for shape, s in self.seconds.items() if s < seconds / (4 if shape in self._of_sequences else 16)
+        )
+
+    def pass_seconds(self) -> PassSeconds:
+        """What the shapes came to."""
+        of_shapes, num_seqs = self.seconds, self.num_seqs
+        by_rows = sorted((num_rows, of_shapes[shape]) for shape, num_rows in self._rows.items() if shape in of_shapes)
+        num_rows = [n for n, _ in by_rows]
+        seconds = _rising([s for _, s in by_rows])
+        of_kv = self._kv_seconds(num_seqs, 1)
+        if of_kv is None:
+            return PassSeconds(num_rows, seconds)
+        together = of_shapes.get(Shape(1, num_seqs), math.inf)
+        per_sequence = max(0.0, of_shapes[Shape(num_seqs, 1)] - together) / (num_seqs - 1)
+        num_kv_tokens = num_seqs * self.context_len
+        per_token = of_kv / num_kv_tokens
+        of_several = self._kv_seconds(num_seqs, _SEVERAL)
+        per_row = 0.0
+        if of_several is not None:
+            per_row = min(per_token, max(0.0, of_several - of_kv) / num_kv_tokens / (_SEVERAL - 1))
+        of_few = self._kv_seconds(_FEW, 1)
+        if of_few is None or num_seqs <= _FEW:
+            return PassSeconds(num_rows, seconds, per_sequence, per_token - per_row, per_row)
+        near = _FEW * self.context_len
+        near_token = min(per_token, max(per_row, of_few / near))
+        further = (per_token - near_token) * num_kv_tokens / (num_kv_tokens - near)
+        return PassSeconds(num_rows, seconds, per_sequence, near_token - per_row, per_row, further, near)
+
+    def _kv_seconds(self, num_seqs: int, num_rows: int) -> float | None:
+        """What these sequences' KV takes; None where that has not been timed."""
+        with_kv, without = (Shape(num_seqs, num_rows, context_len) for context_len in (self.context_len, 0))
+        if not self.context_len or with_kv not in self._measured or without not in self._measured:
+            return None
+        return max(0.0, self.seconds[with_kv] - self.seconds[without])
+
+
+def sequences(runner: ModelRunner, shape: Shape) -> list[RaggedRow]:
+    """Those of a shape, on KV of their own as far as there is some: what it holds is nobody's."""
+    cache = runner.kv_cache
+    each = -(-(shape.context_len + max(shape.num_rows, NUM_NEW)) // cache.block_size)
+    firsts = [1 + i * each % (cache.num_blocks - each + 1) for i in range(shape.num_seqs)]
+    token_ids = [1] * shape.num_rows
+    return [RaggedRow(token_ids, shape.context_len, range(n, n + each), shape.num_rows) for n in firsts]
+
+
+def _rising(seconds: Sequence[float]) -> list[float]:
+    """The nearest ones that never fall: more rows are never quicker, and if they seem so, somebody was in the way."""
+    runs: list[list[float]] = []
+    for value in seconds:
+        runs.append([value])
+        while len(runs) > 1 and mean(runs[-2]) > mean(runs[-1]):
+            runs[-2:] = [runs[-2] + runs[-1]]
+    return [mean(run) for run in runs for _ in run]
