@@ -23,8 +23,9 @@ from typing import Annotated, Any
 import typer
 
 CONTENDERS = ("vllm plain", "vllm draft_model", "vllm ngram", "ours plain", "ours draft_model", "ours ngram")
-# Ours, which decides in every step, beside every K: a number behind the method is a fixed one.
-DECISIONS = ("ours plain", "ours draft_model 1", "ours draft_model 2", "ours draft_model 4", "ours draft_model")
+# Ours, which decides in every step, beside every K: a number behind the method is a fixed one. With 0, requests ask for
+# no drafts: what vLLM itself takes for asking, in every step, a worker that may draft.
+DECISIONS = ("ours plain", *(f"ours draft_model {k}" for k in (0, 1, 2, 4)), "ours draft_model")
 MAX_MODEL_LEN = 512
 _RATIOS = ("over_vllm", "over_vllm_plain", "over_plain")
 KV_BYTES = 512 << 20
@@ -37,7 +38,7 @@ def engine_arguments(contender: str, job: dict[str, Any]) -> dict[str, Any]:
     from specpaged.vllm_plugin import WORKER_CLS
 
     worker, method, *fixed = contender.split()
-    num_speculative_tokens = int(fixed[0]) if fixed else job["num_speculative_tokens"]
+    num_speculative_tokens = (int(fixed[0]) if fixed else 0) or job["num_speculative_tokens"]
     arguments: dict[str, Any] = {
         "model": job["target"],
         "skip_tokenizer_init": job["prompts"] is not None,
@@ -89,6 +90,7 @@ async def serve(job: dict[str, Any]) -> None:
             max_tokens=job["max_tokens"] // 2 + i * _STRIDE % job["max_tokens"],
             ignore_eos=True,
             output_kind=RequestOutputKind.DELTA,
+            extra_args={"num_speculative_tokens": 0} if job["contender"].endswith(" 0") else None,
             detokenize=job["prompts"] is None,
         )
 

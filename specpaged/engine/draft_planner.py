@@ -22,6 +22,7 @@ from specpaged.speculation.pass_seconds import PassShape
 logger = logging.getLogger("specpaged")
 
 _OFTEN, _SELDOM, _OUTCOMES_SELDOM = 64, 16, 2  # steps
+_LISTENING, _SHARE = 5e-5, 0.004  # seconds that it takes to listen to a step, and what of the time may go into it
 _LONGEST_MATCH = 6  # of prompt lookup: longer ones say no more
 
 
@@ -29,8 +30,9 @@ class DraftPlanner:
     """Asks a controller on behalf of a step, and tells it what drafts and passes came to.
 
     Steps with a prefill tell nothing about time: their passes are of another kind. To listen takes time, too: all of
-    the first steps are listened to, then one of sixteen, and the drafts of every second. What came of them is told when
-    next a plan is made, all of it at once: between two passes of a model nothing of this is in the caches.
+    the first steps are listened to, then one of sixteen or, the longer they take, of fewer; and the drafts of every
+    second. What came of them is told when next a plan is made, all of it at once: between two passes of a model nothing
+    of this is in the caches.
     """
 
     def __init__(self, controller: Controller):
@@ -41,6 +43,7 @@ class DraftPlanner:
         self._proposals: dict[Sequence, Draft] = {}  # of which nobody knows yet what came of them
         self._outcomes: list[tuple[Sequence, Draft, SequenceOf[int]]] = []  # with what came in its place: to be told
         self._num_steps = 0
+        self._told_next = 0  # the step that will be, at the latest
         self._selects = True  # whether drafts were selected from when that was asked last
         self.tells = False  # whether the controller hears what this step takes
         self._passes: list[PassShape] = []  # of its proposal
@@ -106,13 +109,14 @@ class DraftPlanner:
         if self.tells:
             self._tell_rest()
         self._num_steps += 1
-        self.tells = self._num_steps < _OFTEN or self._num_steps % _SELDOM == 0
+        self.tells = self._num_steps < _OFTEN or self._num_steps >= self._told_next
         if self.tells:
             self._began = time.perf_counter()
 
     def scored(self, entries: SequenceOf[ScheduledSequence]) -> None:
         """It has ended, over these entries. To be called if the step `tells`, as all that follows."""
         now = self._ended = time.perf_counter()
+        self._told_next = self._num_steps + min(_SELDOM, 1 + int(_LISTENING / (_SHARE * (now - self._began))))
         self.tells = all(entry.num_new_tokens == 1 for entry in entries)
         if self.tells:
             num_rows = len(entries) + sum(len(entry.draft) for entry in entries)
