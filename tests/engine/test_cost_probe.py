@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from specpaged.engine import cost_probe, pass_timer
+from specpaged.engine import cost_probe
 from specpaged.engine.cost_probe import guessed_costs, measured_costs, probe
 from specpaged.speculation.pass_seconds import PassShape
 from tests.engine.test_engine import make_llm
@@ -81,7 +81,3 @@ def test_nowhere_to_keep_it_is_no_reason_not_to_start(pair, tmp_path, monkeypatc
     monkeypatch.setattr(cost_probe, "BUDGET", 0.05)
     is_sound(measured_costs(*pair, 20))
     assert "not kept" in caplog.text
-
-
-def test_what_noise_has_turned_round_is_levelled_and_the_rest_stays():
-    assert pass_timer._rising([1.0, 4.0, 2.0, 3.0, 5.0]) == [1.0, 3.0, 3.0, 3.0, 5.0]

@@ -1,0 +1,85 @@
+"""Passes of known cost are timed, and what they take is found, by shape."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from specpaged.engine.pass_timer import PassTimer, _rising
+from specpaged.speculation.pass_seconds import PassSeconds, PassShape
+
+BLOCK_SIZE, NUM_BLOCKS = 16, 600
+FEW = 8 * 252  # KV tokens of the smaller batch that is timed
+
+
+def runner_of(bytes_per_token=64, max_model_len=512):
+    shape = ((NUM_BLOCKS + 1) * BLOCK_SIZE, 2)
+    cache = SimpleNamespace(
+        block_size=BLOCK_SIZE,
+        num_blocks=NUM_BLOCKS,
+        num_slots=NUM_BLOCKS * BLOCK_SIZE,
+        bytes_per_token=bytes_per_token,
+        layers=[torch.full(shape, float("nan")) for _ in range(2)],
+    )
+    return SimpleNamespace(kv_cache=cache, model=SimpleNamespace(max_model_len=max_model_len))
+
+
+def timed(truth, have_several=True, most_rows=256, left=1e9, **of_runner):
+    """What passes of a known cost came to."""
+
+    def run(rows):
+        num_rows = sum(len(row.token_ids) for row in rows)
+        return truth.of(PassShape(num_rows, len(rows), rows[0].context_len))
+
+    timer = PassTimer(runner_of(**of_runner), most_rows, run, have_several)
+    timer.begin(lambda: left)
+    return timer.pass_seconds()
+
+
+@pytest.mark.parametrize("further", [0.0, 3e-7])
+def test_what_rows_sequences_and_kv_take_is_told_apart(further):
+    nodes, seconds = [1, 8, 32, 128, 256], [1e-3, 1.5e-3, 5e-3, 2e-2, 4e-2]
+    truth = PassSeconds(nodes, seconds, 2e-5, 2e-7, 1e-7, further, FEW)
+    found = timed(truth)
+    for shape in [(1, 1, 0), (8, 8, 100), (24, 8, 200), (32, 32, 250), (96, 32, 250), (128, 32, 50)]:
+        assert found.of(PassShape(*shape)) == pytest.approx(truth.of(PassShape(*shape)), rel=0.03), shape
+    assert found.per_further_kv_token == pytest.approx(further)
+
+
+def test_sequences_of_one_row_each_are_enough():
+    truth = PassSeconds([1, 256], [1e-3, 4e-3], 0.0, 2e-7)
+    found = timed(truth, have_several=False)
+    assert found.of(PassShape(16, 16, 200)) == pytest.approx(truth.of(PassShape(16, 16, 200)), rel=0.03)
+    assert found.per_row_and_kv_token == 0
+
+
+@pytest.mark.parametrize(
+    ("left", "of_runner"), [(0.0, {}), (1e9, {"max_model_len": 4}), (1e9, {"bytes_per_token": 1 << 26})]
+)
+def test_without_time_or_room_it_is_still_a_table(left, of_runner):
+    truth = PassSeconds([1, 256], [1e-3, 4e-3])
+    found = timed(truth, left=left, **of_runner)
+    assert found.of(PassShape(1, 1)) == pytest.approx(1e-3, rel=0.1)
+    assert found.num_rows[:2] == [1, 8] if left == 0 else len(found.num_rows) > 2
+
+
+def test_kv_that_is_read_has_been_written_to_and_the_null_block_has_not():
+    runner = runner_of()
+    read = set()
+
+    def run(rows):
+        for row in rows:
+            read.update(row.blocks)
+        return 1e-3
+
+    PassTimer(runner, 256, run).begin(lambda: 1e9)
+    for layer in runner.kv_cache.layers:
+        blocks = layer.view(NUM_BLOCKS + 1, -1)
+        assert not blocks[sorted(read)].isnan().any()
+        assert blocks[0].isnan().all()
+
+
+def test_what_noise_has_turned_round_is_levelled_and_the_rest_stays():
+    assert _rising([1.0, 4.0, 2.0, 3.0, 5.0]) == [1.0, 3.0, 3.0, 3.0, 5.0]
