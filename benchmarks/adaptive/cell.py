@@ -18,7 +18,7 @@ from specpaged import SamplingParams
 PLAIN, ADAPTIVE = "plain", "adaptive"
 SWING = "1-64"  # the batch size of the cell whose requests come now all at once, now one after another
 BURST, SINGLES, SWINGS = 64, 12, 2
-TURN_SECONDS = 0.05
+TURN_SECONDS = 0.25  # much shorter ones begin with cold caches: every contender has weights of its own
 
 
 class Engines:
