@@ -34,6 +34,9 @@ _NOTHING = 0.02  # of a step: what this saves is not worth looking for
 _SELECTS_SELDOM = 4  # times it is asked, where selecting has gained less than it takes
 _GAIN_RATE = 0.1  # of the average of what it gains
 _MOST_GAIN = 0.1
+_DOUBTFUL = 0.25  # of speed: who gains more by drafting need not ask what plain steps take
+_TRIED_FIRST, _TRIED_LATER = 16, 256  # steps that draft between two trials of plain ones; twice as many after each
+_TRIAL = 4  # steps
 _DEAR = 0.08  # of a plain step: a pass of the drafter that is worth stopping for
 _TOLD_APART = 0.6  # in logits: of less spread, evidence says too little to stop a proposal by
 
@@ -60,6 +63,7 @@ class AdaptiveController(MeasuringController):
         self._times_of: dict[int, StepTimes] = {}  # by batch size
         self._is_drafting = False
         self._counts: list[int] = []  # of the last plan
+        self._untried, self._tried_every = 0, _TRIED_FIRST  # steps that drafted since a trial, and until one
         self._planned = _PLANNED  # steps that it was good for
         self._unseen: dict[Hashable, int] = {}  # drafts to verify of each sequence, where they come for nothing
         self._gain = _MOST_GAIN  # of speed, by what was left out lately
@@ -93,7 +97,9 @@ class AdaptiveController(MeasuringController):
             near = [of if c.lag <= _FAR_BEHIND else () for c, of in zip(candidates, chances, strict=True)]
             selection = self._depths(candidates, near)
         counts, rate = selection
-        self._is_drafting = any(counts)
+        was_drafting, self._is_drafting = self._is_drafting, any(counts)
+        if was_drafting and self._is_drafting and self._is_trial_due(num_steps, rate * plain_seconds / len(candidates)):
+            return Plan(nothing, num_steps=_TRIAL, is_trial=True)
         stop_rule, without_rule = None, counts
         if self._is_drafting and self._may_stop(len(candidates)):
             stop_rule = self._stop_rule(candidates, counts, rate)
@@ -162,6 +168,17 @@ class AdaptiveController(MeasuringController):
         if request is None:
             request = self._requests[sequence] = RequestAcceptance()
         return request
+
+    def _is_trial_due(self, num_steps: int, speed: float) -> bool:
+        """Whether some steps should go without drafts, which are expected to be so many times as fast as none.
+
+        Who drafts in every step sees one kind of pass, and cannot tell an error of what it takes from a slow machine.
+        """
+        self._untried += num_steps
+        if speed - 1.0 > _DOUBTFUL or self._untried < self._tried_every:
+            return False
+        self._untried, self._tried_every = 0, min(_TRIED_LATER, 2 * self._tried_every)
+        return True
 
     def _share_of_looking(self, candidates: Sequence[Candidate]) -> float:
         """How much time may go into looking, by what could pay in a batch of so many; asked anew now and then.

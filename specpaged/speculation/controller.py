@@ -38,6 +38,7 @@ class Plan:
     stop_rule: StopRule | None = None  # its rows are the candidates with drafts, in order
     without_rule: Sequence[int] = ()  # the drafts of each candidate where nobody asks the rule
     num_steps: int = 1  # that it is good for, as long as the candidates are the same; but for its looks
+    is_trial: bool = False  # what its steps take is to be told, but for the first one's
 
 
 class Controller(Protocol):

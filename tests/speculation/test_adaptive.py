@@ -206,3 +206,11 @@ def test_kv_that_is_read_counts():
         for context_len in (10, 100_000)
     )
     assert sum(long) < sum(short)
+
+
+def test_plain_passes_taken_for_dearer_than_they_are_are_found_out_while_everybody_drafts():
+    simulation = simulate(0.15, lambda i, n: 0.4, 16)
+    believed = simulation.controller.costs.target
+    believed.seconds = [s * (1.6 if n <= 16 else 1.0) for n, s in zip(believed.num_rows, believed.seconds, strict=True)]
+    simulation.tokens_per_second(STEPS // 2)
+    assert simulation.tokens_per_second(STEPS // 2) >= 0.98 * of_fixed(0, 0.15, lambda i, n: 0.4, 16)
