@@ -267,7 +267,7 @@ def main(
         128, min=2, help="Of an output in the mean: from half to one and a half of it, and nothing ends one earlier."
     ),
     num_speculative_tokens: int = typer.Option(4, min=1, help="Draft tokens per round; with ours, at most."),
-    decisions: bool = typer.Option(False, help="Our worker alone: plain, K = 1, 2, 4, and decided in every step."),
+    decisions: bool = typer.Option(False, help="Our worker alone: plain, K = 0, 1, 2, 4, and decided in every step."),
     pair: str = typer.Option("embedded", help="Or a synthetic one, by its name in benchmarks/adaptive/pairs.py."),
     rounds: int = typer.Option(9, min=1, help="Turns of every contender at every concurrency."),
     threads: int = typer.Option(1, min=1, help="CPU threads of a pass."),

@@ -9,6 +9,7 @@ import pytest
 from specpaged.drafting.draft import NO_DRAFT
 from specpaged.engine import draft_planner
 from specpaged.engine.draft_planner import DraftPlanner
+from specpaged.speculation.controller import Plan
 
 
 class Listener:
@@ -44,3 +45,20 @@ def test_of_long_steps_more_are_heard_as_long_as_it_takes_little_of_the_time(mon
 
     assert run(63) == 63
     assert run(2080) == pytest.approx(2080 * share, rel=0.02)
+
+
+def test_of_a_trial_all_steps_are_heard_but_the_first_and_none_for_it_behind_it():
+    listener = Listener()
+    planner = DraftPlanner(listener)
+    planner._num_steps = planner._told_next = 1 << 20
+    planner._told_next += 1000  # nothing is due
+    listener.plan = lambda candidates, num_steps: Plan([], num_steps=4, is_trial=True)
+    told = []
+    for step in range(8):
+        if step == 4:
+            listener.plan = lambda candidates, num_steps: Plan([], num_steps=4)
+        planner.plan([])
+        planner.begin()
+        told.append(planner.tells)
+        planner.tells = False
+    assert told == [False, True, True, True, False, False, False, False]
