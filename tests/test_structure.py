@@ -41,6 +41,7 @@ CONTROL_PLANE = [
     "specpaged.speculation.adaptive",
     "specpaged.speculation.controller",
     "specpaged.speculation.cost_model",
+    "specpaged.speculation.pass_errors",
     "specpaged.speculation.pass_seconds",
     "specpaged.speculation.looks",
     "specpaged.speculation.selection",

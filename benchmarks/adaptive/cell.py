@@ -18,6 +18,7 @@ from specpaged import SamplingParams
 PLAIN, ADAPTIVE = "plain", "adaptive"
 SWING = "1-64"  # the batch size of the cell whose requests come now all at once, now one after another
 BURST, SINGLES, SWINGS = 64, 12, 2
+FEWEST = 4  # requests, of a round
 TURN_SECONDS = 0.25  # much shorter ones begin with cold caches: every contender has weights of its own
 
 
@@ -40,7 +41,7 @@ class Engines:
         """Speeds, and what the decisions came to, of so many rounds of prompts at this batch size; or of swings."""
         pool = self.pair.prompts
         kind, size = (Swing, BURST) if batch_size == SWING else (Stint, int(batch_size))
-        count = SWINGS * (BURST + SINGLES) if kind is Swing else size * self.pair.prompts_per_seq
+        count = SWINGS * (BURST + SINGLES) if kind is Swing else max(FEWEST, size * self.pair.prompts_per_seq)
         for ours in self.contenders.values():  # warms up
             ours.run(pool[: max(8, size)], size)
         return _summary(

@@ -34,8 +34,9 @@ _NOTHING = 0.02  # of a step: what this saves is not worth looking for
 _SELECTS_SELDOM = 4  # times it is asked, where selecting has gained less than it takes
 _GAIN_RATE = 0.1  # of the average of what it gains
 _MOST_GAIN = 0.1
-_DOUBTFUL = 0.25  # of speed: who gains more by drafting need not ask what plain steps take
-_TRIED_FIRST, _TRIED_LATER = 16, 256  # steps that draft between two trials of plain ones; twice as many after each
+_DOUBTS = 2.0  # standard deviations: who gains more by drafting need not ask what other steps take
+_DOUBT = 0.03  # at least, in the logarithm of speed
+_TRIED_FIRST, _TRIED_LATER = 16, 256  # steps that draft between two trials; twice as many after each
 _TRIAL = 4  # steps
 _DEAR = 0.08  # of a plain step: a pass of the drafter that is worth stopping for
 _TOLD_APART = 0.6  # in logits: of less spread, evidence says too little to stop a proposal by
@@ -64,6 +65,7 @@ class AdaptiveController(MeasuringController):
         self._is_drafting = False
         self._counts: list[int] = []  # of the last plan
         self._untried, self._tried_every = 0, _TRIED_FIRST  # steps that drafted since a trial, and until one
+        self._halves = False  # whether the last one was of fewer drafts, not of none
         self._planned = _PLANNED  # steps that it was good for
         self._unseen: dict[Hashable, int] = {}  # drafts to verify of each sequence, where they come for nothing
         self._gain = _MOST_GAIN  # of speed, by what was left out lately
@@ -98,8 +100,10 @@ class AdaptiveController(MeasuringController):
             selection = self._depths(candidates, near)
         counts, rate = selection
         was_drafting, self._is_drafting = self._is_drafting, any(counts)
-        if was_drafting and self._is_drafting and self._is_trial_due(num_steps, rate * plain_seconds / len(candidates)):
-            return Plan(nothing, num_steps=_TRIAL, is_trial=True)
+        if was_drafting and self._is_drafting:
+            self._untried += num_steps
+            if self._is_trial_due(counts, rate * plain_seconds / len(candidates)):
+                return Plan(self._tried(counts), num_steps=_TRIAL, is_trial=True)
         stop_rule, without_rule = None, counts
         if self._is_drafting and self._may_stop(len(candidates)):
             stop_rule = self._stop_rule(candidates, counts, rate)
@@ -169,16 +173,21 @@ class AdaptiveController(MeasuringController):
             request = self._requests[sequence] = RequestAcceptance()
         return request
 
-    def _is_trial_due(self, num_steps: int, speed: float) -> bool:
-        """Whether some steps should go without drafts, which are expected to be so many times as fast as none.
+    def _is_trial_due(self, counts: Sequence[int], speed: float) -> bool:
+        """Whether to find out what other steps take than those with these drafts, so many times as fast as plain ones.
 
         Who drafts in every step sees one kind of pass, and cannot tell an error of what it takes from a slow machine.
         """
-        self._untried += num_steps
-        if speed - 1.0 > _DOUBTFUL or self._untried < self._tried_every:
+        if self._untried < self._tried_every:
             return False
+        doubt = self.costs.errors.doubt(len(counts), len(counts) + sum(counts))
+        return math.log(speed) < _DOUBTS * max(_DOUBT, doubt)
+
+    def _tried(self, counts: Sequence[int]) -> list[int]:
+        """The drafts of a trial: by turns none, and about half of these."""
         self._untried, self._tried_every = 0, min(_TRIED_LATER, 2 * self._tried_every)
-        return True
+        self._halves = not self._halves and max(counts) > 1
+        return [(count + 1) // 2 if self._halves else 0 for count in counts]
 
     def _share_of_looking(self, candidates: Sequence[Candidate]) -> float:
         """How much time may go into looking, by what could pay in a batch of so many; asked anew now and then.

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from statistics import median
 
+from specpaged.speculation.pass_errors import PassErrors
 from specpaged.speculation.pass_seconds import SHOWN, PassSeconds, PassShape, believed
 
 _NUM_RECENT = 31  # passes whose median says what all have in common
@@ -47,6 +48,7 @@ class CostModel:
         self.seconds_per_drafting = seconds_per_drafting
         self.seconds_per_sequence = seconds_per_sequence
         self.seconds_saved = seconds_saved
+        self.errors = PassErrors(target)
         self._of_target, self._of_proposals, self._of_rest = _Surprises(), _Surprises(), _Surprises()
 
     def __str__(self) -> str:
@@ -77,14 +79,15 @@ class CostModel:
     @property
     def drift(self) -> float:
         """The logarithm of how much slower everything is now than when it was probed."""
-        return self._of_target.median
+        return self.errors.drift
 
     def observe_target(self, shape: PassShape, seconds: float) -> None:
         """A target pass has taken so long."""
         if shape.num_rows > 0 and seconds > 0:
-            surprise = math.log(seconds / self.target_seconds(shape))
+            expected = self.target_seconds(shape)
+            surprise = math.log(seconds / expected)
             self._of_target.add(surprise)
-            self.target.learn(shape.num_rows, surprise - self.drift)
+            self.errors.observe(shape.num_rows, surprise, min(1.0, self.target.of_rows(shape.num_rows) / expected))
 
     def observe_proposal(
         self, passes: Sequence[PassShape], seconds: float, num_seqs: int = 0, rest_seconds: float = 0.0

@@ -77,7 +77,7 @@ class PassSeconds:
 
     def of_rows(self, num_rows: int) -> float:
         """f(n), for one row or more."""
-        i, weight = self._place(num_rows)
+        i, weight = self.place(num_rows)
         low, high = self.seconds[i], self.seconds[i + 1]
         # Nodes that noise has turned round must not make a pass free.
         return max(low + weight * (high - low), 0.5 * min(low, high))
@@ -89,10 +89,15 @@ class PassSeconds:
             self._table = [0.0] + [self.of_rows(n) for n in range(1, max(most_rows + 1, len(self._table)))]
         return self._table
 
+    def move(self, logarithms: Sequence[float]) -> None:
+        """Each node by one of them."""
+        self._num_learned += 1
+        self.seconds = [s * math.exp(move) for s, move in zip(self.seconds, logarithms, strict=True)]
+
     def learn(self, num_rows: int, surprise: float, share: float = 1.0) -> None:
         """Move the nodes beside num_rows by a share of `surprise`, the logarithm of seen / expected."""
         self._num_learned += 1
-        i, weight = self._place(num_rows)
+        i, weight = self.place(num_rows)
         weight = min(1.0, max(0.0, weight))
         for node, of_node in ((i, 1.0 - weight), (i + 1, weight)):
             self.seconds[node] *= math.exp(of_node * share * believed(surprise))
@@ -115,7 +120,7 @@ class PassSeconds:
         of_sequences = (self.per_sequence, self.per_kv_token, self.per_row_and_kv_token)
         return [list(self.num_rows), list(self.seconds), *of_sequences, self.per_further_kv_token, self.near_kv_tokens]
 
-    def _place(self, num_rows: int) -> tuple[int, float]:
+    def place(self, num_rows: int) -> tuple[int, float]:
         """The node before, and how far towards the next one; above 1 beyond the last, below 0 before the first."""
         i = min(max(bisect_right(self.num_rows, num_rows) - 1, 0), len(self.num_rows) - 2)
         low, high = self.num_rows[i], self.num_rows[i + 1]

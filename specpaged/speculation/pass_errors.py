@@ -1,0 +1,72 @@
+"""What one model's passes depart from what was thought, told apart from how slow the machine is at the moment."""
+
+from __future__ import annotations
+
+import math
+
+from specpaged.speculation.pass_seconds import PassSeconds
+
+_PACE, _ERROR = 0.5, 0.15  # what is uncertain at first of the machine's pace, and of each error, in logarithms
+_ALIKE = 0.5  # correlation of two errors that are an octave apart
+_WANDERS, _FADES = 0.05, 1e-3  # of the pace, and of each error, from one pass that is seen to the next
+_NOISE = 0.08  # of a pass
+_OUTLIER = 3.0  # standard deviations
+
+
+class PassErrors:
+    """Refines a table of `PassSeconds` by what passes take, by a Kalman filter. All is in logarithms.
+
+    A pass of n rows takes exp(drift + error(n)) times as long as thought. `drift` is the machine's pace, which wanders
+    from pass to pass and is common to all. Errors stay: one for each octave of rows, linear between them, the more
+    alike the nearer they are. From passes of one kind the two cannot be told apart, nor need they; passes of two kinds,
+    one soon after the other, say what one takes beside the other, however slow the machine is. What is found is put
+    into the table, so that the errors that are left are 0 in the mean.
+
+    A pass that stands out by far is believed to say nothing but that the pace may have changed.
+    """
+
+    def __init__(self, passes: PassSeconds):
+        self.passes = passes
+        self.drift = 0.0
+        octaves = range(2 + int(math.log2(passes.num_rows[-1])))
+        self._pace = _PACE**2  # its variance
+        self._with_pace = [0.0 for _ in octaves]  # covariances with it
+        self._covariance = [[_ERROR**2 * _ALIKE ** abs(a - b) for b in octaves] for a in octaves]
+        self._places = [self._place(num_rows) for num_rows in passes.num_rows]
+
+    def observe(self, num_rows: int, surprise: float, share: float = 1.0) -> None:
+        """A pass of so many rows has taken exp(surprise) times as long as thought; rows are a `share` of that."""
+        i, weight = self._place(num_rows)
+        low, high = share * (1.0 - weight), share * weight
+        self._pace += _WANDERS**2
+        with_pace = self._pace + low * self._with_pace[i] + high * self._with_pace[i + 1]
+        with_errors = [
+            of_pace + low * row[i] + high * row[i + 1]
+            for of_pace, row in zip(self._with_pace, self._covariance, strict=True)
+        ]
+        variance = with_pace + low * with_errors[i] + high * with_errors[i + 1] + _NOISE**2
+        innovation = surprise - self.drift
+        if innovation**2 > _OUTLIER**2 * variance:
+            self._pace += innovation**2
+            return
+        gain = with_pace / variance
+        self.drift += gain * innovation
+        self._pace -= gain * with_pace
+        self._with_pace = [c - gain * other for c, other in zip(self._with_pace, with_errors, strict=True)]
+        for octave, (row, of_error) in enumerate(zip(self._covariance, with_errors, strict=True)):
+            gain = of_error / variance
+            row[:] = [c - gain * other for c, other in zip(row, with_errors, strict=True)]
+            row[octave] += _FADES**2
+        found = [of_error / variance * innovation for of_error in with_errors]
+        self.passes.move([found[i] + weight * (found[i + 1] - found[i]) for i, weight in self._places])
+
+    def doubt(self, num_rows: int, others: int) -> float:
+        """The standard deviation of what passes of so many rows take beside passes of so many others."""
+        (i, high), (j, minus_high) = self._place(num_rows), self._place(others)
+        weights = [(i, 1.0 - high), (i + 1, high), (j, minus_high - 1.0), (j + 1, -minus_high)]
+        return math.sqrt(sum(v * w * self._covariance[a][b] for a, v in weights for b, w in weights))
+
+    def _place(self, num_rows: int) -> tuple[int, float]:
+        """The octave below, and how far towards the next one; beyond the last one is like the last one."""
+        octave = min(math.log2(num_rows), math.log2(self.passes.num_rows[-1]))
+        return int(octave), octave - int(octave)
