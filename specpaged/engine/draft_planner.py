@@ -21,8 +21,8 @@ from specpaged.speculation.pass_seconds import PassShape
 
 logger = logging.getLogger("specpaged")
 
-_OFTEN, _SELDOM, _OUTCOMES_SELDOM = 64, 16, 2  # steps
-_LISTENING, _SHARE = 5e-5, 0.004  # seconds that it takes to listen to a step, and what of the time may go into it
+_OFTEN, _SELDOM, _OUTCOMES_SELDOM = 64, 32, 2  # steps
+_LISTENING, _SHARE = 1.2e-4, 0.003  # seconds that it takes to listen to a step, and what of the time may go into it
 _LONGEST_MATCH = 6  # of prompt lookup: longer ones say no more
 
 
@@ -30,9 +30,9 @@ class DraftPlanner:
     """Asks a controller on behalf of a step, and tells it what drafts and passes came to.
 
     Steps with a prefill tell nothing about time: their passes are of another kind. To listen takes time, too: all of
-    the first steps are listened to, then one of sixteen or, the longer they take, of fewer; and the drafts of every
-    second. What came of them is told when next a plan is made, all of it at once: between two passes of a model nothing
-    of this is in the caches.
+    the first steps are listened to, then one of thirty-two or, the longer they take, of fewer; and the drafts of
+    every second. What came of them is told when next a plan is made, all of it at once: between two passes of a model
+    nothing of this is in the caches.
     """
 
     def __init__(self, controller: Controller):

@@ -21,7 +21,7 @@ _MOST_SAVED = 4.0  # plain steps, that may be spent on looking at once
 _CERTAIN = 4.0  # the logit of drafts that nothing is to be hoped beyond
 _MEMORY = 16  # plans that what could pay is asked for once
 # Steps that a plan is good for, and at most, where the last ones were the same.
-_PLANNED, _MOST_PLANNED = 4, 16
+_PLANNED, _MOST_PLANNED = 6, 32
 _ADVANCE = 0.25  # of its share of a plain step, for a new request, of which nothing is known yet
 _NEAR, _FAR_BEHIND = 4, 16  # tokens
 # Drafts must promise so much more tokens per second than plain decoding to begin, and less to go on, the less the
@@ -31,7 +31,7 @@ _EARLY = 0.4  # divided by the square root of the number of outcomes
 _REPAID_WITHIN = 64  # steps
 _USES = 32  # of a table of times, until it is made anew
 _NOTHING = 0.02  # of a step: what this saves is not worth looking for
-_SELECTS_SELDOM = 4  # times it is asked, where selecting has gained less than it takes
+_SELECTS_SELDOM = 8  # times it is asked, where selecting has gained less than it takes
 _GAIN_RATE = 0.1  # of the average of what it gains
 _MOST_GAIN = 0.1
 _DOUBTS = 2.0  # standard deviations: who gains more by drafting need not ask what other steps take
