@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 KS = (1, 2, 3, 5, 8)
-ROUNDS = {"1": 21, "4": 21, "8": 11, "16": 7, "32": 5, "64": 3, "1-64": 3}  # by batch size
+ROUNDS = {"1": 21, "4": 11, "8": 9, "16": 5, "32": 3, "64": 3, "1-64": 3}  # by batch size
 app = typer.Typer(add_completion=False)
 
 
@@ -54,7 +54,7 @@ def main(
             pair = make_pair(name, Path(directory), 128)
             engines = Engines(pair, *([int(k) for k in of.split(",") if k] for of in (ks, tetris)))
             for size in left:
-                cell = engines.cell(size, rounds or max(3, ROUNDS.get(size, 5) // pair.prompts_per_seq))
+                cell = engines.cell(size, rounds or max(3, ROUNDS.get(size, 5) * 2 // pair.prompts_per_seq))
                 results["cells"][f"{name}; {size}"] = cell
                 path.write_text(json.dumps(results, indent=1) + "\n")
                 typer.echo(f"{name}, B = {size}: {cell['over_plain']}, over best {cell['over_best']}", err=True)

@@ -18,7 +18,7 @@ from specpaged import SamplingParams
 PLAIN, ADAPTIVE = "plain", "adaptive"
 SWING = "1-64"  # the batch size of the cell whose requests come now all at once, now one after another
 BURST, SINGLES, SWINGS = 64, 12, 2
-FEWEST = 4  # requests, of a round
+FEWEST = 4  # requests of a round
 TURN_SECONDS = 0.25  # much shorter ones begin with cold caches: every contender has weights of its own
 
 
@@ -40,7 +40,7 @@ class Engines:
     def cell(self, batch_size: int | str, rounds: int) -> dict[str, Any]:
         """Speeds, and what the decisions came to, of so many rounds of prompts at this batch size; or of swings."""
         pool = self.pair.prompts
-        kind, size = (Swing, BURST) if batch_size == SWING else (Stint, int(batch_size))
+        kind, size = (Swing, BURST) if batch_size == SWING else (Requests, int(batch_size))
         count = SWINGS * (BURST + SINGLES) if kind is Swing else max(FEWEST, size * self.pair.prompts_per_seq)
         for ours in self.contenders.values():  # warms up
             ours.run(pool[: max(8, size)], size)
@@ -67,12 +67,23 @@ class Engines:
         return runs
 
 
-class Swing(Stint):
-    """Requests of several lengths, now 64 at once, now one after another; each when all before it have ended."""
+class Requests(Stint):
+    """Outputs of several lengths: were all alike, plain decoding alone would prefill a whole batch in one pass."""
 
     def __init__(self, ours: Ours, prompts: Sequence[Sequence[int]], batch_size: int):
         super().__init__(ours, prompts, batch_size)
-        self._lengths = [replace(self.params, max_tokens=self.params.max_tokens // 4 * n) for n in (2, 3, 4, 5, 6)]
+        self._lengths = [replace(self.params, max_tokens=self.params.max_tokens // 4 * n) for n in (4, 2, 5, 3, 6)]
+
+    @override
+    def params_of(self, index: int) -> SamplingParams:
+        return self._lengths[index % len(self._lengths)]
+
+
+class Swing(Requests):
+    """Now 64 at once, now one after another; each when all before it have ended."""
+
+    def __init__(self, ours: Ours, prompts: Sequence[Sequence[int]], batch_size: int):
+        super().__init__(ours, prompts, batch_size)
         self._num_come = 0
 
     @override
@@ -82,10 +93,6 @@ class Swing(Stint):
         count = 1 if self._num_come % (BURST + SINGLES) >= BURST else BURST
         self._num_come += count
         return count
-
-    @override
-    def params_of(self, index: int) -> SamplingParams:
-        return self._lengths[index % len(self._lengths)]
 
 
 def _summary(played: Sequence[dict[str, Run]]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ class Pair:
     speculative: dict[str, Any]
     prompts: Sequence[Sequence[int]] = field(repr=False)
     output_len: int = 64
-    prompts_per_seq: int = 1  # in a round; with more than one, places that become free are taken
+    prompts_per_seq: int = 2  # in a round: places that become free are taken
 
 
 def _shape(hidden: int, layers: int, heads: int) -> dict[str, Any]:

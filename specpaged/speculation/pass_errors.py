@@ -64,7 +64,8 @@ class PassErrors:
         """The standard deviation of what passes of so many rows take beside passes of so many others."""
         (i, high), (j, minus_high) = self._place(num_rows), self._place(others)
         weights = [(i, 1.0 - high), (i + 1, high), (j, minus_high - 1.0), (j + 1, -minus_high)]
-        return math.sqrt(sum(v * w * self._covariance[a][b] for a, v in weights for b, w in weights))
+        variance = sum(v * w * self._covariance[a][b] for a, v in weights for b, w in weights)
+        return math.sqrt(max(0.0, variance))
 
     def _place(self, num_rows: int) -> tuple[int, float]:
         """The octave below, and how far towards the next one; beyond the last one is like the last one."""
