@@ -56,9 +56,10 @@ def tune(
     if config is None:
         console.print("drafting does not pay here at any batch size: leave --speculative-config out")
     else:
-        last = profile.batch_sizes[-1]
-        until = "at every batch size" if profile.pays_up_to == last else f"up to batches of {profile.pays_up_to}"
-        console.print(f"drafting pays {until} (of those that were looked at, up to {last})")
+        pays = [size for size in profile.batch_sizes if profile.best(size)]
+        looked_at = ", ".join(map(str, profile.batch_sizes))
+        where = "at each" if len(pays) == len(profile.batch_sizes) else f"at {', '.join(map(str, pays))}"
+        console.print(f"of the batch sizes {looked_at}, drafting pays {where}")
         console.print(f"--speculative-config '{json.dumps(config)}'", highlight=False, markup=False, soft_wrap=True)
     figures = profile.as_dict() | {"speculative_config": config}
     if out is not None:

@@ -148,9 +148,19 @@ class DraftPlanner:
             self._ask(self.controller.observe_rest, seconds, self._num_seqs)
 
     def forget(self, sequence: Sequence) -> None:
-        """The sequence has ended, or given up its KV: what was planned for it no longer holds."""
+        """The sequence has ended, or given up its KV: what was planned for it no longer holds, and does for the others.
+
+        But for a stop rule, which knows all of them by their places.
+        """
         self._tell_outcomes()
-        self._sequences, self._plan = [], Plan([])
+        if self._plan.stop_rule is not None:
+            self._sequences, self._plan = [], Plan([])
+        elif sequence in self._sequences:
+            kept = [i for i, other in enumerate(self._sequences) if other is not sequence]
+            self._sequences = [self._sequences[i] for i in kept]
+            counts = [self._plan.num_draft_tokens[i] for i in kept]
+            self._plan = replace(self._plan, num_draft_tokens=counts, looks_back=(), without_rule=counts)
+            self._plan_again = self._plan
         self._proposals.pop(sequence, None)
         self._ask(self.controller.forget, sequence)
 

@@ -19,7 +19,7 @@ LOOKING = 0.006  # of the time goes into looking whether sequences that do not d
 _LOOKING_HOPELESS = 0.002  # where not even drafts such as those of the best requests so far would pay
 _MOST_SAVED = 4.0  # plain steps, that may be spent on looking at once
 _CERTAIN = 4.0  # the logit of drafts that nothing is to be hoped beyond
-_MEMORY = 16  # plans that what could pay is asked for once
+_MEMORY = 32  # plans that what could pay is asked for once
 # Steps that a plan is good for, and at most, where the last ones were the same.
 _PLANNED, _MOST_PLANNED = 6, 32
 _ADVANCE = 0.25  # of its share of a plain step, for a new request, of which nothing is known yet
@@ -102,7 +102,7 @@ class AdaptiveController(MeasuringController):
         was_drafting, self._is_drafting = self._is_drafting, any(counts)
         if was_drafting and self._is_drafting:
             self._untried += num_steps
-            if self._is_trial_due(counts, rate * plain_seconds / len(candidates)):
+            if self._is_trial_due(counts, self._speed(len(candidates), rate)):
                 return Plan(self._tried(counts), num_steps=_TRIAL, is_trial=True)
         stop_rule, without_rule = None, counts
         if self._is_drafting and self._may_stop(len(candidates)):
@@ -226,15 +226,19 @@ class AdaptiveController(MeasuringController):
             plain_seconds=times.verify[0] / worth,
         )
 
+    def _speed(self, num_seqs: int, tokens_per_second: float) -> float:
+        """That rate over plain decoding's of so many sequences, as it is believed to be."""
+        return tokens_per_second * self._times(num_seqs, 0).verify[0] / num_seqs
+
     def _repays(self, candidates: Sequence[Candidate], selection: Selection) -> bool:
         """Whether catching up with what has not been drafted for is repaid within some tens of steps."""
         drafting = [c for c, count in zip(candidates, selection.counts, strict=True) if count]
         backlog = sum([c.lag - 1 for c in drafting])
         if backlog <= _NEAR * len(candidates):
             return True
-        plain_seconds = self._times(len(candidates), 0).verify[0]
-        gain = selection.tokens_per_second * plain_seconds / len(candidates) - 1.0  # of a step, in its own time
+        gain = self._speed(len(candidates), selection.tokens_per_second) - 1.0  # of a step, in its own time
         num_left = sum([_REPAID_WITHIN if c.num_left is None else min(_REPAID_WITHIN, c.num_left) for c in drafting])
+        plain_seconds = self._times(len(candidates), 0).verify[0]
         return self.costs.draft.of_rows(backlog) < gain * num_left / len(drafting) * plain_seconds
 
     def _chances(
@@ -288,7 +292,7 @@ class AdaptiveController(MeasuringController):
             times is None
             or len(times.verify) <= num_drafts
             or times.uses >= _USES
-            or abs(context - times.context) > 16 + 0.1 * times.context
+            or abs(context - times.context) > 32 + 0.2 * times.context
         ):
             most = max(num_drafts, batch_size if times is None else len(times.verify) - 1)
             times = self._times_of[batch_size] = StepTimes.of(self.costs, batch_size, most, context)

@@ -10,7 +10,9 @@ _PACE, _ERROR = 0.5, 0.15  # what is uncertain at first of the machine's pace, a
 _ALIKE = 0.5  # correlation of two errors that are an octave apart
 _WANDERS, _FADES = 0.05, 1e-3  # of the pace, and of each error, from one pass that is seen to the next
 _NOISE = 0.08  # of a pass
-_OUTLIER = 3.0  # standard deviations
+_SUSPICIOUS, _JUMP = 2.0, 3.0  # standard deviations
+_AGREE = 0.3  # two passes that stand out by about as much
+_BLAMED = 0.1  # of a jump: the more come with one kind of pass, the less is known of its error
 
 
 class PassErrors:
@@ -22,7 +24,8 @@ class PassErrors:
     one soon after the other, say what one takes beside the other, however slow the machine is. What is found is put
     into the table, so that the errors that are left are 0 in the mean.
 
-    A pass that stands out by far is believed to say nothing but that the pace may have changed.
+    A pass that stands out says nothing until the next one stands out like it. If they do so by far, the pace has
+    jumped; but where it seems to jump with every pass of one kind, its error becomes uncertain, and is learned.
     """
 
     def __init__(self, passes: PassSeconds):
@@ -32,6 +35,7 @@ class PassErrors:
         self._pace = _PACE**2  # its variance
         self._with_pace = [0.0 for _ in octaves]  # covariances with it
         self._covariance = [[_ERROR**2 * _ALIKE ** abs(a - b) for b in octaves] for a in octaves]
+        self._suspect = math.nan  # by how much the last pass stood out
         self._places = [self._place(num_rows) for num_rows in passes.num_rows]
 
     def observe(self, num_rows: int, surprise: float, share: float = 1.0) -> None:
@@ -46,9 +50,16 @@ class PassErrors:
         ]
         variance = with_pace + low * with_errors[i] + high * with_errors[i + 1] + _NOISE**2
         innovation = surprise - self.drift
-        if innovation**2 > _OUTLIER**2 * variance:
-            self._pace += innovation**2
-            return
+        suspect, self._suspect = self._suspect, math.nan
+        if innovation**2 > _SUSPICIOUS**2 * variance:
+            if not abs(innovation - suspect) < _AGREE:
+                self._suspect = innovation
+                return
+            if innovation**2 > _JUMP**2 * variance:
+                self._pace += innovation**2
+                self._doubt_error(i + weight, _BLAMED * innovation)
+                self.observe(num_rows, surprise, share)  # no longer does it stand out
+                return
         gain = with_pace / variance
         self.drift += gain * innovation
         self._pace -= gain * with_pace
@@ -66,6 +77,12 @@ class PassErrors:
         weights = [(i, 1.0 - high), (i + 1, high), (j, minus_high - 1.0), (j + 1, -minus_high)]
         variance = sum(v * w * self._covariance[a][b] for a, v in weights for b, w in weights)
         return math.sqrt(max(0.0, variance))
+
+    def _doubt_error(self, octave: float, deviation: float) -> None:
+        """More is uncertain of the error there, and, as they are alike, of those around it."""
+        deviations = [deviation * _ALIKE ** abs(other - octave) for other in range(len(self._covariance))]
+        for row, of_row in zip(self._covariance, deviations, strict=True):
+            row[:] = [c + of_row * other for c, other in zip(row, deviations, strict=True)]
 
     def _place(self, num_rows: int) -> tuple[int, float]:
         """The octave below, and how far towards the next one; beyond the last one is like the last one."""

@@ -174,6 +174,8 @@ def test_a_plan_does_not_outlive_the_kv_of_its_sequences(toy_pair):
     planner.plan(sequences)
     assert len(asked) == num_asked
     planner.forget(sequences[0])
+    assert planner.plan(sequences[1:]).num_draft_tokens == [2]
+    assert len(asked) == num_asked  # for the others it still holds
     planner.plan(sequences)
     assert len(asked) == num_asked + 1
 

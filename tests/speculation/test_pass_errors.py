@@ -6,8 +6,6 @@ import math
 import random
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from specpaged.speculation.pass_errors import PassErrors
 from specpaged.speculation.pass_seconds import PassSeconds
@@ -36,18 +34,35 @@ class Machine:
         return math.log(of_rows(num_rows) / of_rows(others) / (1 + 0.05 * num_rows) * (1 + 0.05 * others))
 
 
-@given(seed=st.integers(0, 1000), log_slower=st.floats(-0.4, 0.4), pace=st.sampled_from([0.5, 1.0, 3.0]))
-def test_a_few_passes_of_another_kind_say_what_a_thousand_of_one_cannot(seed, log_slower, pace):
+@pytest.mark.parametrize("log_slower", [-0.4, 0.1, 0.4])
+@pytest.mark.parametrize("pace", [0.5, 3.0])
+def test_a_few_passes_of_another_kind_say_what_a_thousand_of_one_cannot(log_slower, pace):
     """Who drafts five tokens sees six rows: these, in truth exp(log_slower) times as long as the table says."""
-    machine = Machine(lambda n: math.exp(log_slower) if n == 6 else 1.0, seed)
-    machine.run(6, 300, pace)
-    assert machine.found(6, 1) == pytest.approx(0.0, abs=0.1)
-    doubt = machine.errors.doubt(6, 1)
-    for _ in range(3):
-        machine.run(1, 3, pace)
-        machine.run(6, 16, pace)
-    assert machine.errors.doubt(6, 1) < 0.5 * doubt
-    assert machine.found(6, 1) == pytest.approx(log_slower, abs=0.12)
+    wrong = []
+    for seed in range(40):
+        machine = Machine(lambda n: math.exp(log_slower) if n == 6 else 1.0, seed)
+        machine.run(6, 100, pace)
+        assert machine.found(6, 1) == pytest.approx(0.0, abs=0.1)
+        doubt = machine.errors.doubt(6, 1)
+        for _ in range(3):
+            machine.run(1, 3, pace)
+            machine.run(6, 16, pace)
+        assert machine.errors.doubt(6, 1) < 0.6 * doubt
+        wrong.append(abs(machine.found(6, 1) - log_slower))
+    assert sorted(wrong)[20] < 0.04
+    assert sum(x > 0.1 for x in wrong) <= 2
+
+
+@pytest.mark.parametrize("log_slower", [-0.7, 0.7])
+def test_what_becomes_another_cost_when_all_is_known_is_learned_anew(log_slower):
+    costs = {6: 1.0}
+    machine = Machine(lambda n: costs.get(n, 1.0))
+    for trial in range(18):
+        if trial == 8:
+            costs[6] = math.exp(log_slower)
+        machine.run(1, 3)
+        machine.run(6, 16)
+    assert machine.found(6, 1) == pytest.approx(log_slower, abs=0.15)
 
 
 def test_nodes_between_what_has_been_seen_follow():
@@ -59,26 +74,32 @@ def test_nodes_between_what_has_been_seen_follow():
     assert machine.found(12, 6) == pytest.approx(0.0, abs=0.12)  # beyond, all is as it was
 
 
-@given(seed=st.integers(0, 1000), pace=st.floats(0.2, 5.0))
-def test_a_neighbour_who_comes_and_goes_is_no_error(seed, pace):
-    machine = Machine(lambda n: 1.0, seed)
-    for i in range(8):
-        machine.run(6, 30, pace if i % 2 else 1.0)
-        machine.run(1, 3, pace if i % 2 else 1.0)
-        machine.run(6, 5)  # the neighbour goes behind a trial, or comes
-        assert machine.found(6, 1) == pytest.approx(0.0, abs=0.15)
+@pytest.mark.parametrize("pace", [0.3, 1.2, 1.5, 2.0, 5.0])
+def test_a_neighbour_who_comes_and_goes_is_no_error(pace):
+    wrong = []
+    for seed in range(20):
+        machine = Machine(lambda n: 1.0, seed)
+        for i in range(8):
+            machine.run(6, 30, pace if i % 2 else 1.0)
+            machine.run(1, 3, pace if i % 2 else 1.0)
+            machine.run(6, 5)  # the neighbour comes, or goes, behind a trial
+            wrong.append(abs(machine.found(6, 1)))
+    assert sorted(wrong)[80] < 0.05
+    assert sum(x > 0.15 for x in wrong) <= 4
 
 
-def test_a_pass_that_stands_out_by_far_moves_nothing_but_what_may_come_next():
+def test_a_pass_that_stands_out_says_nothing_until_the_next_one_does_too():
     machine = Machine(lambda n: 1.0)
     for n in (1, 6):
         machine.run(n, 30)
-    before, drift = list(machine.errors.passes.seconds), machine.errors.drift
-    machine.errors.observe(6, 5.0)
-    assert (machine.errors.passes.seconds, machine.errors.drift) == (before, drift)
-    machine.errors.observe(6, drift + 1.0)  # so soon behind it, this is the machine's new pace
-    assert machine.errors.drift == pytest.approx(drift + 1.0, abs=0.1)
-    assert machine.errors.passes.seconds == pytest.approx(before, rel=0.02)
+    errors = machine.errors
+    before, drift = list(errors.passes.seconds), errors.drift
+    for surprise in (drift + 5.0, drift, drift - 1.0, drift + 1.0):
+        errors.observe(6, surprise)
+    assert errors.drift == pytest.approx(drift, abs=0.05)
+    errors.observe(6, drift + 1.0)
+    assert errors.drift == pytest.approx(drift + 1.0, abs=0.1)
+    assert errors.passes.seconds == pytest.approx(before, rel=0.05)
 
 
 def test_of_a_pass_that_is_mostly_something_else_its_rows_are_to_blame_for_more():
