@@ -44,6 +44,7 @@ CONTROL_PLANE = [
     "specpaged.speculation.pass_errors",
     "specpaged.speculation.pass_seconds",
     "specpaged.speculation.looks",
+    "specpaged.speculation.trials",
     "specpaged.speculation.selection",
     "specpaged.speculation.step_times",
     "specpaged.speculation.stop_rule",

@@ -14,6 +14,7 @@ from specpaged.speculation.looks import Looks
 from specpaged.speculation.selection import Selection, select
 from specpaged.speculation.step_times import StepTimes
 from specpaged.speculation.stop_rule import StopRule
+from specpaged.speculation.trials import TRIAL_STEPS, Trials
 
 LOOKING = 0.006  # of the time goes into looking whether sequences that do not draft should: 1 % with what is in advance
 _LOOKING_HOPELESS = 0.002  # where not even drafts such as those of the best requests so far would pay
@@ -34,10 +35,6 @@ _NOTHING = 0.02  # of a step: what this saves is not worth looking for
 _SELECTS_SELDOM = 8  # times it is asked, where selecting has gained less than it takes
 _GAIN_RATE = 0.1  # of the average of what it gains
 _MOST_GAIN = 0.1
-_DOUBTS = 2.0  # standard deviations: who gains more by drafting need not ask what other steps take
-_DOUBT = 0.03  # at least, in the logarithm of speed
-_TRIED_FIRST, _TRIED_LATER = 16, 256  # steps that draft between two trials; twice as many after each
-_TRIAL = 4  # steps
 _DEAR = 0.08  # of a plain step: a pass of the drafter that is worth stopping for
 _TOLD_APART = 0.6  # in logits: of less spread, evidence says too little to stop a proposal by
 
@@ -52,20 +49,20 @@ class AdaptiveController(MeasuringController):
     def __init__(self, costs: CostModel, by_evidence: bool = True, looks_back: bool = True, stops: bool = True):
         self.costs = costs
         self.looks = Looks(costs)
+        self.trials = Trials(costs.errors)
         self.looks_back = looks_back
         self.stops = stops
         self.by_evidence = by_evidence
         self.acceptance = AcceptanceModel()
         self._requests: dict[Hashable, RequestAcceptance] = {}
-        self._looking: dict[tuple[int, int], float] = {}  # by batch size, and most drafts of one sequence
+        # By batch size, most drafts of one sequence, the logit expected of them, and whether anyone drafts.
+        self._paying: dict[tuple[int, int, float, bool], bool] = {}
         self._age = 0  # plans
         self._asked = 0  # when what could pay was asked anew
         self._context = 0.0  # tokens that the sequences of the last plan had in the mean
         self._times_of: dict[int, StepTimes] = {}  # by batch size
         self._is_drafting = False
         self._counts: list[int] = []  # of the last plan
-        self._untried, self._tried_every = 0, _TRIED_FIRST  # steps that drafted since a trial, and until one
-        self._halves = False  # whether the last one was of fewer drafts, not of none
         self._planned = _PLANNED  # steps that it was good for
         self._unseen: dict[Hashable, int] = {}  # drafts to verify of each sequence, where they come for nothing
         self._gain = _MOST_GAIN  # of speed, by what was left out lately
@@ -84,26 +81,22 @@ class AdaptiveController(MeasuringController):
             return Plan(nothing, num_steps=self._num_steps(nothing))
         if self.costs.draft is None:  # drafts come for nothing
             if not self.by_evidence:
-                counts = self._depths(candidates, self._chances(candidates, [c.most for c in candidates])).counts
+                counts = self._depths(candidates, self._chances(candidates, self._logits(candidates))).counts
                 self._unseen = {c.sequence: count for c, count in zip(candidates, counts, strict=True)}
             most = [candidate.most for candidate in candidates]
             return Plan(most, num_steps=self._num_steps(most))
         num_known = len(self._requests)
-        chances = self._chances(candidates, [c.most for c in candidates])
+        logits = self._logits(candidates)
         num_new = len(self._requests) - num_known
         if num_new:
             advance = looking / LOOKING * _ADVANCE * num_new / len(candidates) * plain_seconds
             self.looks.earn(advance, _MOST_SAVED * plain_seconds)
-        selection = self._depths(candidates, chances)
-        if not self._repays(candidates, selection):  # those who need not catch up may go on alone
-            near = [of if c.lag <= _FAR_BEHIND else () for c, of in zip(candidates, chances, strict=True)]
-            selection = self._depths(candidates, near)
-        counts, rate = selection
+        counts, rate = self._worthwhile(candidates, logits)
         was_drafting, self._is_drafting = self._is_drafting, any(counts)
         if was_drafting and self._is_drafting:
-            self._untried += num_steps
-            if self._is_trial_due(counts, self._speed(len(candidates), rate)):
-                return Plan(self._tried(counts), num_steps=_TRIAL, is_trial=True)
+            tried = self.trials.next(counts, self._speed(len(candidates), rate), num_steps)
+            if tried is not None:
+                return Plan(tried, num_steps=TRIAL_STEPS, is_trial=True)
         stop_rule, without_rule = None, counts
         if self._is_drafting and self._may_stop(len(candidates)):
             stop_rule = self._stop_rule(candidates, counts, rate)
@@ -173,22 +166,6 @@ class AdaptiveController(MeasuringController):
             request = self._requests[sequence] = RequestAcceptance()
         return request
 
-    def _is_trial_due(self, counts: Sequence[int], speed: float) -> bool:
-        """Whether to find out what other steps take than those with these drafts, so many times as fast as plain ones.
-
-        Who drafts in every step sees one kind of pass, and cannot tell an error of what it takes from a slow machine.
-        """
-        if self._untried < self._tried_every:
-            return False
-        doubt = self.costs.errors.doubt(len(counts), len(counts) + sum(counts))
-        return math.log(speed) < _DOUBTS * max(_DOUBT, doubt)
-
-    def _tried(self, counts: Sequence[int]) -> list[int]:
-        """The drafts of a trial: by turns none, and about half of these."""
-        self._untried, self._tried_every = 0, min(_TRIED_LATER, 2 * self._tried_every)
-        self._halves = not self._halves and max(counts) > 1
-        return [(count + 1) // 2 if self._halves else 0 for count in counts]
-
     def _share_of_looking(self, candidates: Sequence[Candidate]) -> float:
         """How much time may go into looking, by what could pay in a batch of so many; asked anew now and then.
 
@@ -199,18 +176,29 @@ class AdaptiveController(MeasuringController):
             return 0.0
         if self._age - self._asked >= _MEMORY:
             self._asked = self._age
-            self._looking.clear()
-        share = self._looking.get((batch_size, most))
-        if share is None:
-            hopes = ((self.acceptance.hopeful_logit, LOOKING), (_CERTAIN, _LOOKING_HOPELESS))
-            share = next((share for expected, share in hopes if self._pays(candidates, expected, most)), 0.0)
-            self._looking[batch_size, most] = share
-        return share
+            self._paying.clear()
+        hopes = ((round(self.acceptance.hopeful_logit, 1), LOOKING), (_CERTAIN, _LOOKING_HOPELESS))
+        return next((share for expected, share in hopes if self._pays(candidates, expected, most)), 0.0)
 
     def _pays(self, candidates: Sequence[Candidate], expected_logit: float, most: int) -> bool:
         """Whether it would to draft for all, if their drafts stood as expected."""
-        chances = self.acceptance.chances(expected_logit, most)
-        return any(self._depths(candidates, [chances] * len(candidates)).counts)
+        key = len(candidates), most, expected_logit, self._is_drafting
+        pays = self._paying.get(key)
+        if pays is None:
+            chances = self.acceptance.chances(expected_logit, most)
+            pays = self._paying[key] = any(self._depths(candidates, [chances] * len(candidates)).counts)
+        return pays
+
+    def _worthwhile(self, candidates: Sequence[Candidate], logits: Sequence[float]) -> Selection:
+        """The drafts that promise most, of those who need not catch up, or for whom that is repaid."""
+        if not self._is_drafting and not self._pays(candidates, max(logits), max(c.most for c in candidates)):
+            return Selection([0] * len(candidates), 0.0)  # not even if all were like the best
+        chances = self._chances(candidates, logits)
+        selection = self._depths(candidates, chances)
+        if self._repays(candidates, selection):
+            return selection
+        near = [of if c.lag <= _FAR_BEHIND else () for c, of in zip(candidates, chances, strict=True)]
+        return self._depths(candidates, near)
 
     def _depths(self, candidates: Sequence[Candidate], chances: Sequence[Sequence[float]]) -> Selection:
         """The drafts of each candidate that promise most, of those with these chances."""
@@ -241,20 +229,15 @@ class AdaptiveController(MeasuringController):
         plain_seconds = self._times(len(candidates), 0).verify[0]
         return self.costs.draft.of_rows(backlog) < gain * num_left / len(drafting) * plain_seconds
 
-    def _chances(
-        self, candidates: Sequence[Candidate], most: Sequence[int], surplus: float = 0.0
-    ) -> list[Sequence[float]]:
-        """Of drafts that are still to be made, `surplus` logits more than expected; those of like requests are made
-        once.
-        """
-        model, known = self.acceptance, {}
-        chances = []
-        for c, num_tokens in zip(candidates, most, strict=True):
-            logit = round(model.expected_logit(self._request(c.sequence)), 1)
-            if logit not in known:
-                known[logit] = model.chances(logit + surplus, max(most))
-            chances.append(known[logit] if num_tokens == max(most) else known[logit][:num_tokens])
-        return chances
+    def _logits(self, candidates: Sequence[Candidate]) -> list[float]:
+        """What is expected of the drafts of each; rounded, so that requests are alike."""
+        return [round(self.acceptance.expected_logit(self._request(c.sequence)), 1) for c in candidates]
+
+    def _chances(self, candidates: Sequence[Candidate], logits: Sequence[float]) -> list[Sequence[float]]:
+        """Of the drafts of each that are still to be made, with these logits; those of like requests are made once."""
+        most = max(c.most for c in candidates)
+        known = {logit: self.acceptance.chances(logit, most) for logit in set(logits)}
+        return [known[logit][: c.most] for c, logit in zip(candidates, logits, strict=True)]
 
     def _may_stop(self, batch_size: int) -> bool:
         """Whether passes are dear enough, and evidence says enough, to lay out more of them than will be run."""
@@ -265,8 +248,9 @@ class AdaptiveController(MeasuringController):
 
     def _deeper(self, candidates: Sequence[Candidate], counts: Sequence[int]) -> list[int]:
         """As deep as would pay if evidence turns out well; the stop rule sees to it when it does not."""
-        most = [c.most if count else 0 for c, count in zip(candidates, counts, strict=True)]
-        hoped = self._chances(candidates, most, surplus=self.acceptance.spread)
+        surplus = self.acceptance.spread
+        chances = self._chances(candidates, [logit + surplus for logit in self._logits(candidates)])
+        hoped = [of if count else () for of, count in zip(chances, counts, strict=True)]
         return list(map(max, counts, self._depths(candidates, hoped).counts))
 
     def _stop_rule(self, candidates: Sequence[Candidate], counts: Sequence[int], rate: float) -> StopRule:
