@@ -60,7 +60,7 @@ class DraftPlanner:
     def plan(self, sequences: SequenceOf[Sequence]) -> Plan:
         """How much to draft for each of the sequences, which go on, and at whose tokens to look back."""
         self._age += 1
-        if self._age < self._plan.num_steps and sequences == self._sequences:
+        if self._age < self._plan.num_steps and (sequences == self._sequences or self._goes_on_with(sequences)):
             return self._plan_again
         self._tell_outcomes()
         candidates = [
@@ -148,21 +148,26 @@ class DraftPlanner:
             self._ask(self.controller.observe_rest, seconds, self._num_seqs)
 
     def forget(self, sequence: Sequence) -> None:
-        """The sequence has ended, or given up its KV: what was planned for it no longer holds, and does for the others.
-
-        But for a stop rule, which knows all of them by their places.
-        """
+        """The sequence has ended, or given up its KV: what was planned for it no longer holds."""
         self._tell_outcomes()
-        if self._plan.stop_rule is not None:
+        if sequence in self._sequences and not self._goes_on_with([s for s in self._sequences if s is not sequence]):
             self._sequences, self._plan = [], Plan([])
-        elif sequence in self._sequences:
-            kept = [i for i, other in enumerate(self._sequences) if other is not sequence]
-            self._sequences = [self._sequences[i] for i in kept]
-            counts = [self._plan.num_draft_tokens[i] for i in kept]
-            self._plan = replace(self._plan, num_draft_tokens=counts, looks_back=(), without_rule=counts)
-            self._plan_again = self._plan
         self._proposals.pop(sequence, None)
         self._ask(self.controller.forget, sequence)
+
+    def _goes_on_with(self, sequences: SequenceOf[Sequence]) -> bool:
+        """Whether the plan holds for these as well, and is now one for them: who stays keeps the drafts, if any.
+
+        A stop rule knows all of its sequences by their places. And who comes, while others draft, might as well.
+        """
+        counts = dict(zip(self._sequences, self._plan.num_draft_tokens, strict=True))
+        num_new = len(sequences) - sum(sequence in counts for sequence in sequences)
+        if self._plan.stop_rule is not None or 2 * num_new > len(sequences) or (num_new and any(counts.values())):
+            return False
+        kept = [counts.get(sequence, 0) for sequence in sequences]
+        self._sequences = list(sequences)
+        self._plan = self._plan_again = replace(self._plan, num_draft_tokens=kept, looks_back=(), without_rule=kept)
+        return True
 
     def _tell_outcomes(self) -> None:
         outcomes, self._outcomes = self._outcomes, []

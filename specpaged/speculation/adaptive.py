@@ -20,7 +20,7 @@ LOOKING = 0.006  # of the time goes into looking whether sequences that do not d
 _LOOKING_HOPELESS = 0.002  # where not even drafts such as those of the best requests so far would pay
 _MOST_SAVED = 4.0  # plain steps, that may be spent on looking at once
 _CERTAIN = 4.0  # the logit of drafts that nothing is to be hoped beyond
-_MEMORY = 32  # plans that what could pay is asked for once
+_MEMORY = 256  # plans that what could pay is asked for once, and as many as there were so far
 # Steps that a plan is good for, and at most, where the last ones were the same.
 _PLANNED, _MOST_PLANNED = 6, 32
 _ADVANCE = 0.25  # of its share of a plain step, for a new request, of which nothing is known yet
@@ -156,7 +156,8 @@ class AdaptiveController(MeasuringController):
 
     def _num_steps(self, counts: list[int]) -> int:
         """For how long these counts are good: the longer, the longer they have been the same."""
-        self._planned = min(_MOST_PLANNED, 2 * self._planned) if counts == self._counts else _PLANNED
+        same = counts == self._counts or not (any(counts) or any(self._counts))
+        self._planned = min(_MOST_PLANNED, 2 * self._planned) if same else _PLANNED
         self._counts = counts
         return self._planned
 
@@ -171,10 +172,10 @@ class AdaptiveController(MeasuringController):
 
         It is 0 where drafts that are next to certain would not.
         """
-        batch_size, most = len(candidates), max((c.most for c in candidates), default=0)
+        most = max((c.most for c in candidates), default=0)
         if not most:
             return 0.0
-        if self._age - self._asked >= _MEMORY:
+        if self._age - self._asked >= min(_MEMORY, self._asked):
             self._asked = self._age
             self._paying.clear()
         hopes = ((round(self.acceptance.hopeful_logit, 1), LOOKING), (_CERTAIN, _LOOKING_HOPELESS))
