@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 from specpaged import LLM, SamplingParams
 from specpaged.metrics import EngineMetrics
+from specpaged.modeling.loading import load_model
 
 MAX_MODEL_LEN = 512
 MAX_NUM_SEQS = 128
 MAX_NUM_BATCHED_TOKENS = 2048
 _DECIDING = ("plan", "select", "look_back", "committed", "begin", "scored", "proposed", "proposed_for", "forget")
+
+
+@contextmanager
+def models_loaded_once() -> Iterator[None]:
+    """Engines that are made in here share weights, as far as they have the same models.
+
+    Else one of two that do the same may be 2 % faster by where its weights lie, and each finds the other's in the
+    caches when its turn comes.
+    """
+    with mock.patch("specpaged.modeling.pair.load_model", functools.cache(load_model)):
+        yield
 
 
 @dataclass(frozen=True)

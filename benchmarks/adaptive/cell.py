@@ -12,14 +12,14 @@ from typing import Any
 from typing_extensions import override
 
 from benchmarks.adaptive.pairs import Pair
-from benchmarks.ours import Ours, Run, Stint
+from benchmarks.ours import Ours, Run, Stint, models_loaded_once
 from specpaged import SamplingParams
 
 PLAIN, ADAPTIVE = "plain", "adaptive"
 SWING = "1-64"  # the batch size of the cell whose requests come now all at once, now one after another
 BURST, SINGLES, SWINGS = 64, 12, 2
 FEWEST = 4  # requests of a round
-TURN_SECONDS = 0.25  # much shorter ones begin with cold caches: every contender has weights of its own
+TURN_SECONDS = 0.25
 
 
 class Engines:
@@ -32,10 +32,11 @@ class Engines:
         drafting |= {f"K = {k}": {"num_speculative_tokens": k} for k in ks}
         drafting |= {f"TETRIS {k} + 2": {"num_speculative_tokens": k, "selection": "tetris"} for k in tetris}
         drafting[ADAPTIVE] = {"num_speculative_tokens": "auto"}
-        self.contenders = {
-            name: Ours(name, "exact", pair.output_len, pair.target, **pair.speculative, **speculative)
-            for name, speculative in drafting.items()
-        }
+        with models_loaded_once():
+            self.contenders = {
+                name: Ours(name, "exact", pair.output_len, pair.target, **pair.speculative, **speculative)
+                for name, speculative in drafting.items()
+            }
 
     def cell(self, batch_size: int | str, rounds: int) -> dict[str, Any]:
         """Speeds, and what the decisions came to, of so many rounds of prompts at this batch size; or of swings."""

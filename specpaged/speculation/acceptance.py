@@ -47,8 +47,8 @@ class AcceptanceModel:
         self.by_place = [0.0] * MOST_POSITIONS  # in logits, beside the average
         self.share = 0.5  # of the way from the average of all requests to the one's own, in logits
         self.variance = 0.0  # of logit p around what was expected of the request
-        self.num_seen = 10.0
-        self.num_accepted = 10.0 * prior
+        self.num_seen = 6.0
+        self.num_accepted = self.num_seen * prior
         self.lead_variance = 1.0  # of requests' leads
         self.num_outcomes = 0
         self._num_calls = 0

@@ -16,7 +16,7 @@ from specpaged.speculation.step_times import StepTimes
 from specpaged.speculation.stop_rule import StopRule
 from specpaged.speculation.trials import TRIAL_STEPS, Trials
 
-LOOKING = 0.006  # of the time goes into looking whether sequences that do not draft should: 1 % with what is in advance
+LOOKING = 0.004  # of the time goes into looking whether sequences that do not draft should, beside what is in advance
 _LOOKING_HOPELESS = 0.002  # where not even drafts such as those of the best requests so far would pay
 _MOST_SAVED = 4.0  # plain steps, that may be spent on looking at once
 _CERTAIN = 4.0  # the logit of drafts that nothing is to be hoped beyond
@@ -24,12 +24,12 @@ _MEMORY = 256  # plans that what could pay is asked for once, and as many as the
 # Steps that a plan is good for, and at most, where the last ones were the same.
 _PLANNED, _MOST_PLANNED = 6, 32
 _ADVANCE = 0.25  # of its share of a plain step, for a new request, of which nothing is known yet
-_NEAR, _FAR_BEHIND = 4, 16  # tokens
+_NEAR = 4  # tokens: catching up with so few is part of any proposal
 # Drafts must promise so much more tokens per second than plain decoding to begin, and less to go on, the less the
 # fewer have had an outcome: noise is not to switch them on and off, and who has stopped has to catch up first.
-_TO_BEGIN, _TO_GO_ON = 0.03, 0.01
+_TO_BEGIN, _TO_GO_ON = 0.04, 0.015
 _EARLY = 0.4  # divided by the square root of the number of outcomes
-_REPAID_WITHIN = 64  # steps
+_REPAID_WITHIN = 128  # tokens
 _USES = 32  # of a table of times, until it is made anew
 _NOTHING = 0.02  # of a step: what this saves is not worth looking for
 _SELECTS_SELDOM = 8  # times it is asked, where selecting has gained less than it takes
@@ -101,7 +101,9 @@ class AdaptiveController(MeasuringController):
         if self._is_drafting and self._may_stop(len(candidates)):
             stop_rule = self._stop_rule(candidates, counts, rate)
             counts = self._deeper(candidates, counts)
-        looks = self.looks.choose(candidates, counts) if self.looks_back else ()
+        looks: Sequence[int] = ()
+        if self.looks_back:
+            looks = self.looks.choose(candidates, counts, [self._requests[c.sequence].num_seen for c in candidates])
         return Plan(counts, looks, stop_rule, without_rule, self._num_steps(counts))
 
     @override
@@ -196,10 +198,10 @@ class AdaptiveController(MeasuringController):
             return Selection([0] * len(candidates), 0.0)  # not even if all were like the best
         chances = self._chances(candidates, logits)
         selection = self._depths(candidates, chances)
-        if self._repays(candidates, selection):
+        repaid = self._repaid(candidates, selection)
+        if all(repaid):
             return selection
-        near = [of if c.lag <= _FAR_BEHIND else () for c, of in zip(candidates, chances, strict=True)]
-        return self._depths(candidates, near)
+        return self._depths(candidates, [of if will else () for of, will in zip(chances, repaid, strict=True)])
 
     def _depths(self, candidates: Sequence[Candidate], chances: Sequence[Sequence[float]]) -> Selection:
         """The drafts of each candidate that promise most, of those with these chances."""
@@ -219,16 +221,18 @@ class AdaptiveController(MeasuringController):
         """That rate over plain decoding's of so many sequences, as it is believed to be."""
         return tokens_per_second * self._times(num_seqs, 0).verify[0] / num_seqs
 
-    def _repays(self, candidates: Sequence[Candidate], selection: Selection) -> bool:
-        """Whether catching up with what has not been drafted for is repaid within some tens of steps."""
-        drafting = [c for c, count in zip(candidates, selection.counts, strict=True) if count]
-        backlog = sum([c.lag - 1 for c in drafting])
-        if backlog <= _NEAR * len(candidates):
-            return True
-        gain = self._speed(len(candidates), selection.tokens_per_second) - 1.0  # of a step, in its own time
-        num_left = sum([_REPAID_WITHIN if c.num_left is None else min(_REPAID_WITHIN, c.num_left) for c in drafting])
-        plain_seconds = self._times(len(candidates), 0).verify[0]
-        return self.costs.draft.of_rows(backlog) < gain * num_left / len(drafting) * plain_seconds
+    def _repaid(self, candidates: Sequence[Candidate], selection: Selection) -> list[bool]:
+        """Of each, whether its tokens that are to come gain more by drafting than it takes to catch up before."""
+        counts = selection.counts
+        backlog = sum([c.lag - 1 for c, count in zip(candidates, counts, strict=True) if count and c.lag > _NEAR])
+        if not backlog:
+            return [True] * len(candidates)
+        gained = self._times(len(candidates), 0).verify[0] / len(candidates) - 1.0 / selection.tokens_per_second
+        draft, num_drafting = self.costs.draft, sum(map(bool, counts))
+        catching_up = draft.of_rows(num_drafting + backlog) - draft.of_rows(num_drafting)  # in the first pass
+        repaid = gained * backlog / catching_up if catching_up > 0 else math.inf  # tokens, for each that is to come
+        num_left = [_REPAID_WITHIN if c.num_left is None else min(_REPAID_WITHIN, c.num_left) for c in candidates]
+        return [c.lag <= max(_NEAR, repaid * num) for c, num in zip(candidates, num_left, strict=True)]
 
     def _logits(self, candidates: Sequence[Candidate]) -> list[float]:
         """What is expected of the drafts of each; rounded, so that requests are alike."""

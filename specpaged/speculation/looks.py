@@ -8,10 +8,11 @@ from specpaged.speculation.controller import Candidate
 from specpaged.speculation.cost_model import CostModel
 
 SHORTEST = 4  # tokens: a pass of a few rows costs hardly more than one of one
+_KNOWN = 4.0  # outcomes of a request, which make a look at another of twice the lag as welcome
 
 
 class Looks:
-    """Spends what it is given on the sequences with the shortest lag: `credit`, in seconds."""
+    """Spends what it is given, `credit` in seconds, on sequences of which little is known, and with short lags."""
 
     def __init__(self, costs: CostModel):
         self.costs = costs
@@ -21,25 +22,29 @@ class Looks:
         """More credit, up to `most` in all: what nobody needed for long is not spent at once later."""
         self.credit = min(most, self.credit + seconds)
 
-    def choose(self, candidates: Sequence[Candidate], counts: Sequence[int]) -> list[int]:
+    def choose(
+        self, candidates: Sequence[Candidate], counts: Sequence[int], num_outcomes: Sequence[float]
+    ) -> list[int]:
         """Whom there is credit to look back at, of those that have no drafts by `counts`: indices of candidates.
 
-        Where others draft, their first pass has room for a few rows more; else it takes one of its own, for which a few
-        tokens should have come together. Who is too far behind for the credit is given up.
+        Of each so many outcomes are known. Where others draft, their first pass has room for a few rows more; else it
+        takes one of its own, for which a few tokens should have come together. Who is too far behind for the credit
+        waits for more.
         """
         is_alone = not any(counts)
         idle = [
-            (candidate.lag, i)
+            (candidate.lag * (1.0 + num_outcomes[i] / _KNOWN), i)
             for i, (candidate, count) in enumerate(zip(candidates, counts, strict=True))
             if not count and candidate.most and candidate.num_unseen > (SHORTEST if is_alone else 0)
         ]
         rows = sum(candidate.lag for candidate, count in zip(candidates, counts, strict=True) if count)
         draft = self.costs.draft
-        before = -self.costs.seconds_per_proposal if is_alone else draft.of_rows(rows)
+        of_proposal = self.costs.seconds_per_proposal + self.costs.saved(len(candidates))
+        before = -of_proposal if is_alone else draft.of_rows(rows)
         looks: list[int] = []
         spent = 0.0
-        for lag, i in sorted(idle):
-            rows += lag - 1  # the newest token has no successor yet
+        for _, i in sorted(idle):
+            rows += candidates[i].lag - 1  # the newest token has no successor yet
             seconds = draft.of_rows(rows) - before
             if seconds > self.credit:
                 break

@@ -99,10 +99,22 @@ def add_to_configurations() -> None:
         config = original(self, *arguments, **options)
         config.model_config.logits_processors = [entry_for(config)]
         _let_through(config.speculative_config)
+        _take_drafts_with_outputs(config)
         return config
 
     create_engine_config.adds_admission = True
     EngineArgs.create_engine_config = create_engine_config
+
+
+def _take_drafts_with_outputs(config: VllmConfig) -> None:
+    """Where a process of its own runs our worker, it is not asked for drafts in a call of their own."""
+    parallel = config.parallel_config
+    if config.speculative_config is None or config.scheduler_config.async_scheduling:
+        return
+    if parallel.distributed_executor_backend == "mp":
+        from specpaged.vllm_plugin.executor import DraftingExecutor
+
+        parallel.distributed_executor_backend = DraftingExecutor
 
 
 def _let_through(config: SpeculativeConfig | None) -> None:

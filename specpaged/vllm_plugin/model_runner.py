@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from vllm.logger import init_logger
-from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, DraftTokenIds, ModelRunnerOutput
 
 from specpaged.drafting.base import DraftOutput
 from specpaged.engine.sequence import Sequence
@@ -23,7 +23,7 @@ from specpaged.speculation.cost_model import CostModel
 from specpaged.verification.base import VerifyOutput
 from specpaged.vllm_plugin.grammar import apply_grammar
 from specpaged.vllm_plugin.metrics import MetricsExport
-from specpaged.vllm_plugin.outputs import logprobs_lists, prompt_logprobs_tensors
+from specpaged.vllm_plugin.outputs import StepOutput, logprobs_lists, prompt_logprobs_tensors
 from specpaged.vllm_plugin.sequences import Sequences
 
 if TYPE_CHECKING:
@@ -33,15 +33,20 @@ logger = init_logger(__name__)
 
 
 class SpecPagedModelRunner:
-    """Runs what vLLM's scheduler says, on its blocks."""
+    """Runs what vLLM's scheduler says, on its blocks. `asynchronous` is whether steps are planned ahead."""
 
     def __init__(
-        self, speculative_step: SpeculativeStep, sequences: Sequences, metrics_export: MetricsExport | None = None
+        self,
+        speculative_step: SpeculativeStep,
+        sequences: Sequences,
+        metrics_export: MetricsExport | None = None,
+        asynchronous: bool = False,
     ):
         self.speculative_step = speculative_step
         self.sequences = sequences
         self.metrics_export = metrics_export
-        # A step between its two calls: vLLM makes up the grammars' bitmask in between.
+        self.asynchronous = asynchronous
+        # A step between its two calls, where vLLM makes up the grammars' bitmask in between.
         self._scored: ScoredStep | None = None
         self._scheduled: SchedulerOutput | None = None
         self._drafted: list[Sequence] = []  # those of the last step, drafts or not
@@ -63,16 +68,23 @@ class SpecPagedModelRunner:
         return self._scored is not None
 
     @torch.inference_mode()
-    def execute(self, scheduled: SchedulerOutput) -> None:
-        """Run the target over the step. `sample` is to follow if anything was scheduled."""
+    def execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput | None:
+        """Run the target over the step, and all the rest of it where nothing is to be waited for.
+
+        None where `sample` is to follow: a grammar's bitmask comes with it, and asynchronous scheduling asks for it.
+        """
         with self.metrics.stage("schedule"):
             entries, gone = self.sequences.update(scheduled)
             for sequence in gone:
                 self.speculative_step.forget(sequence)
-        if entries:
-            has_grammar = any(entry.samples and entry.sequence in self.sequences.has_grammar for entry in entries)
-            self._scheduled = scheduled
-            self._scored = self.speculative_step.score(entries, takes_argmax=not has_grammar)
+        if not entries:
+            return EMPTY_MODEL_RUNNER_OUTPUT
+        has_grammar = any(entry.samples and entry.sequence in self.sequences.has_grammar for entry in entries)
+        self._scheduled = scheduled
+        self._scored = self.speculative_step.score(entries, takes_argmax=not has_grammar)
+        if self.asynchronous or scheduled.has_structured_output_requests:
+            return None
+        return self.sample(None)
 
     @torch.inference_mode()
     def sample(self, grammar: GrammarOutput | None) -> ModelRunnerOutput:
@@ -173,11 +185,12 @@ class SpecPagedModelRunner:
                 if sequence.prompt_logprobs is not None:  # a single token has none
                     prompt_logprobs[sequence.request_id] = prompt_logprobs_tensors(sequence.prompt_logprobs[1:])
         request_ids = [entry.sequence.request_id for entry in scored.entries]
-        return ModelRunnerOutput(
+        return StepOutput(
             req_ids=request_ids,
             req_id_to_index={request_id: i for i, request_id in enumerate(request_ids)},
             sampled_token_ids=token_ids,
             logprobs=logprobs_lists(token_ids, of_tokens),
             prompt_logprobs_dict=prompt_logprobs,
             num_nans_in_logits=num_nans or None,
+            drafts=self.take_drafts() if self.sequences.max_draft_tokens else None,
         )

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
-from vllm.v1.outputs import LogprobsLists, LogprobsTensors
+from vllm.v1.outputs import DraftTokenIds, LogprobsLists, LogprobsTensors, ModelRunnerOutput
 
 from specpaged.sampling.logprobs import TokenLogprobs
+
+
+@dataclass
+class StepOutput(ModelRunnerOutput):
+    """With the drafts for the next step, for an executor that need not ask for them."""
+
+    drafts: DraftTokenIds | None = None
 
 
 def logprobs_lists(

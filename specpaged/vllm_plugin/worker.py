@@ -15,7 +15,6 @@ from vllm.distributed import ensure_model_parallel_initialized, get_tp_group, in
 from vllm.logger import init_logger
 from vllm.platforms.interface import set_assigned_physical_gpu_ids
 from vllm.v1.kv_cache_interface import FullAttentionSpec
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from specpaged.drafting import get_drafter
@@ -219,7 +218,8 @@ class SpecPagedWorker(Refusals, WorkerBase):
             agree=get_tp_group().broadcast_object if self.shard is not None else None,
         )
         metrics_export = MetricsExport(parallel.data_parallel_index) if self.is_driver_worker else None
-        self.model_runner = SpecPagedModelRunner(speculative_step, sequences, metrics_export)
+        asynchronous = self.vllm_config.scheduler_config.async_scheduling
+        self.model_runner = SpecPagedModelRunner(speculative_step, sequences, metrics_export, asynchronous)
         logger.info("%s", StartupReport.of(config, target, draft, self.model_runner.costs))
 
     def _runners(self, pair: ModelPair, caches: Sequence[PagedKVCache]) -> tuple[ModelRunner, Drafter | None]:
@@ -246,9 +246,8 @@ class SpecPagedWorker(Refusals, WorkerBase):
         return ("generate",)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
-        """Scores the step; what it puts out comes from `sample_tokens`, but for a step without tokens."""
-        self.model_runner.execute(scheduler_output)
-        return None if scheduler_output.total_num_scheduled_tokens else EMPTY_MODEL_RUNNER_OUTPUT
+        """Runs the step; where a grammar is yet to be heeded, what it puts out comes from `sample_tokens`."""
+        return self.model_runner.execute(scheduler_output)
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput:
         """Verifies and commits the step, and proposes for the next one."""

@@ -95,12 +95,23 @@ def test_where_no_requests_drafts_would_pay_hardly_anybody_looks():
     assert shares[0] < 0.5 * LOOKING < 0.7 * LOOKING < shares[1] <= LOOKING + 0.004
 
 
+@pytest.mark.parametrize(("num_left", "drafts"), [(8, False), (100, True), (None, True)])
+def test_who_comes_catches_up_if_its_own_tokens_repay_that_whatever_the_others_gain(num_left, drafts):
+    """With drafts that stand at 0.6, a token of eight sequences gains 15 us; 300 tokens take the drafter 0.9 ms."""
+    controller = AdaptiveController(costs(0.05))
+    running = [Candidate(i, 8, num_left=100) for i in range(7)]
+    newcomer = Candidate(7, 8, lag=300, num_left=num_left)
+    counts = controller.plan([*running, newcomer], 1).num_draft_tokens
+    assert all(counts[:7])
+    assert bool(counts[7]) == drafts
+
+
 def test_what_nobody_looked_for_is_not_spent_at_once_later():
     looks = Looks(costs(0.15))
     for _ in range(1000):
         looks.earn(1.0, most=1e-3)
     assert looks.credit == 1e-3
-    chosen = looks.choose([Candidate(i, 8, lag=17, num_unseen=16) for i in range(200)], [0] * 200)
+    chosen = looks.choose([Candidate(i, 8, lag=17, num_unseen=16) for i in range(200)], [0] * 200, [0] * 200)
     assert chosen == list(range(len(chosen))) != []
     spent = looks.costs.seconds_per_proposal + looks.costs.draft.of_rows(16 * len(chosen))
     assert looks.credit == pytest.approx(1e-3 - spent)

@@ -1,0 +1,84 @@
+"""Where a process of its own runs the worker, a step is one call to it, which brings the drafts for the next one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed: make install-vllm")
+
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+
+from specpaged.config import EMBEDDED_DRAFT, EMBEDDED_TARGET
+from specpaged.vllm_plugin import WORKER_CLS
+from tests.vllm_plugin.serving import PROMPTS, token_ids
+
+CHOICE = ["paged attention", "padded attention"]
+SCRIPT = """
+import json, sys
+from collections import Counter
+from vllm import LLM, SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
+
+if __name__ == "__main__":
+    arguments, prompts, choice = json.loads(sys.argv[1])
+    llm = LLM(**arguments)
+    executor = llm.llm_engine.engine_core.engine_core.model_executor
+    calls, collective_rpc = Counter(), executor.collective_rpc
+
+    def counting(method, *arguments, **options):
+        calls[method] += 1
+        return collective_rpc(method, *arguments, **options)
+
+    executor.collective_rpc = counting
+    for structured in (None, StructuredOutputsParams(choice=choice)):
+        calls.clear()
+        params = SamplingParams(temperature=0, max_tokens=40, structured_outputs=structured)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        print("OUT", json.dumps([[list(output.outputs[0].token_ids) for output in outputs], calls]), flush=True)
+"""
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Token ids, and how often each method of the worker was called: of free outputs, and of a choice of two."""
+    script = tmp_path / "own_process.py"
+    script.write_text(SCRIPT)
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+    def in_a_process(**arguments):
+        arguments = {
+            "model": EMBEDDED_TARGET, "worker_cls": WORKER_CLS, "dtype": "float32", "max_model_len": 512,
+            "max_num_seqs": 8, "kv_cache_memory_bytes": 64 << 20, "enforce_eager": True, "disable_log_stats": True,
+            "distributed_executor_backend": "mp",
+        } | arguments  # fmt: skip
+        job = json.dumps([arguments, PROMPTS, CHOICE])
+        done = subprocess.run([sys.executable, script, job], capture_output=True, text=True, timeout=400, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return [json.loads(line[4:]) for line in done.stdout.splitlines() if line.startswith("OUT ")]
+
+    return in_a_process
+
+
+def test_a_step_is_one_call_and_two_with_a_grammar_and_brings_its_drafts(make_vllm, run):
+    draft = {"method": "draft_model", "model": EMBEDDED_DRAFT, "num_speculative_tokens": 4}
+    plain = run()
+    speculative = run(speculative_config=draft, additional_config={"specpaged": {"adaptive": False}})
+    here = make_vllm(0)
+    for structured, of_plain, of_speculative in zip(
+        (None, StructuredOutputsParams(choice=CHOICE)), plain, speculative, strict=True
+    ):
+        params = SamplingParams(temperature=0, max_tokens=40, structured_outputs=structured)
+        expected = token_ids(here.generate(PROMPTS, params, use_tqdm=False))
+        num_steps = []
+        for outputs, calls in (of_plain, of_speculative):
+            assert outputs == expected
+            num_steps.append(calls.pop("execute_model"))
+            num_sampled = calls.pop("sample_tokens", 0)
+            assert (num_sampled > 0) == (structured is not None)
+            assert not calls
+        assert num_steps[1] < 0.8 * num_steps[0], "drafts have not come"
