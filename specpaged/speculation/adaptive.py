@@ -16,7 +16,7 @@ from specpaged.speculation.step_times import StepTimes
 from specpaged.speculation.stop_rule import StopRule
 from specpaged.speculation.trials import TRIAL_STEPS, Trials
 
-LOOKING = 0.004  # of the time goes into looking whether sequences that do not draft should, beside what is in advance
+LOOKING = 0.006  # of the time goes into looking whether sequences that do not draft should, beside what is in advance
 _LOOKING_HOPELESS = 0.002  # where not even drafts such as those of the best requests so far would pay
 _MOST_SAVED = 4.0  # plain steps, that may be spent on looking at once
 _CERTAIN = 4.0  # the logit of drafts that nothing is to be hoped beyond

@@ -28,8 +28,8 @@ class Looks:
         """Whom there is credit to look back at, of those that have no drafts by `counts`: indices of candidates.
 
         Of each so many outcomes are known. Where others draft, their first pass has room for a few rows more; else it
-        takes one of its own, for which a few tokens should have come together. Who is too far behind for the credit
-        waits for more.
+        takes one of its own, for which a few tokens should have come together. Who is too far behind for the credit is
+        given up.
         """
         is_alone = not any(counts)
         idle = [
@@ -39,16 +39,16 @@ class Looks:
         ]
         rows = sum(candidate.lag for candidate, count in zip(candidates, counts, strict=True) if count)
         draft = self.costs.draft
-        of_proposal = self.costs.seconds_per_proposal + self.costs.saved(len(candidates))
+        of_proposal = self.costs.proposal(1) + self.costs.saved(len(candidates))
         before = -of_proposal if is_alone else draft.of_rows(rows)
         looks: list[int] = []
         spent = 0.0
         for _, i in sorted(idle):
-            rows += candidates[i].lag - 1  # the newest token has no successor yet
-            seconds = draft.of_rows(rows) - before
+            num_rows = candidates[i].lag - 1  # the newest token has no successor yet
+            seconds = draft.of_rows(rows + num_rows) - before
             if seconds > self.credit:
-                break
+                continue
             looks.append(i)
-            spent = seconds
+            rows, spent = rows + num_rows, seconds
         self.credit -= spent
         return looks
