@@ -148,7 +148,7 @@ async def serve(job: dict[str, Any]) -> None:
 
 def _num_prompts(level: int) -> int:
     """Of a turn: enough that most of it is at full concurrency."""
-    return max(8, 4 * level)
+    return max(16, 4 * level)
 
 
 class Contender:

@@ -131,9 +131,8 @@ class AdaptiveController(MeasuringController):
             for sequence, of_draft in zip(sequences, evidence, strict=True)
         ]
         # What the proposal has taken is part of the step: without it, rows would seem dearer than they are.
-        spent = self.costs.seconds_per_proposal
+        spent = self.costs.proposal(sum(map(bool, lengths)) if times.later else 0)
         if times.later:
-            spent += sum(map(bool, lengths)) * self.costs.seconds_per_drafting
             for depth in range(max(lengths)):
                 spent += times.later[sum([length > depth for length in lengths])]
         counts, rate = select(chances, times.verify, proposal_seconds=spent)
@@ -213,7 +212,7 @@ class AdaptiveController(MeasuringController):
             chances,
             times.verify,
             (times.first, times.later) if times.later else (),
-            proposal_seconds=self.costs.seconds_per_proposal,
+            proposal_seconds=self.costs.proposal(0),
             plain_seconds=times.verify[0] / worth,
         )
 

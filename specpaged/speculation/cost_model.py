@@ -28,6 +28,9 @@ class CostModel:
     Decisions compare. A neighbour on the machine slows everything alike: what the target's last passes have in common
     is a `drift`, which changes no comparison. What proposals, or the rest of a step, depart from that is learned: at
     once, where most of the last ones show it; else slowly, and hardly from a single one that stands out.
+
+    The rest of a step that drafts takes `drafting_rest` times as long, and what that is more is part of the proposal.
+    As long as plain steps have not been heard, it is taken for what all steps have in common: a host's own work.
     """
 
     def __init__(
@@ -48,8 +51,11 @@ class CostModel:
         self.seconds_per_drafting = seconds_per_drafting
         self.seconds_per_sequence = seconds_per_sequence
         self.seconds_saved = seconds_saved
+        self.drafting_rest = 1.0
         self.errors = PassErrors(target)
-        self._of_target, self._of_proposals, self._of_rest = _Surprises(), _Surprises(), _Surprises()
+        self._of_target, self._of_proposals = _Surprises(), _Surprises()
+        self._of_rest, self._of_drafting_rest = _Surprises(), _Surprises()
+        self._num_plain = 0  # steps that were heard
 
     def __str__(self) -> str:
         """A line, as the costs are known now."""
@@ -65,8 +71,8 @@ class CostModel:
         return self.seconds_per_step + num_seqs * self.seconds_per_sequence
 
     def proposal(self, num_seqs: int) -> float:
-        """Of a proposal for so many, beside its passes."""
-        return self.seconds_per_proposal + num_seqs * self.seconds_per_drafting
+        """Of a proposal for so many, beside its passes, with what the rest of its step takes more than of others."""
+        return self._own_proposal(num_seqs) + max(0.0, self.drafting_rest - 1.0) * self.rest(num_seqs)
 
     def saved(self, num_seqs: int) -> float:
         """Of a plain step's pass: the less, the more it has to compute beside reading the weights."""
@@ -92,16 +98,11 @@ class CostModel:
     def observe_proposal(
         self, passes: Sequence[PassShape], seconds: float, num_seqs: int = 0, rest_seconds: float = 0.0
     ) -> None:
-        """A proposal of such passes has taken so long, and the rest of the step, of so many sequences, so long.
-
-        What the rest takes more than in a step without drafts is on the proposal's account.
-        """
+        """A proposal of such passes has taken so long, and the rest of the step, of so many sequences, so long."""
+        self._observe_drafting_rest(rest_seconds, num_seqs)
         draft, busy = self.draft, self._of_target.newest
-        usual = math.exp(busy) * self.rest(num_seqs)
-        if 0 < rest_seconds < _WAIT * usual:
-            seconds += rest_seconds - usual
         of_passes = [0.0 if draft is None else draft.of(shape) for shape in passes]
-        besides = self.proposal(passes[0].num_seqs) if passes else self.seconds_per_proposal
+        besides = self._own_proposal(passes[0].num_seqs if passes else 0)
         expected = besides + sum(of_passes)
         if not (seconds > 0 and expected > 0):
             return
@@ -128,10 +129,28 @@ class CostModel:
         """
         expected = self.rest(num_seqs)
         if 0 < seconds < _WAIT * expected:
+            self._num_plain += 1
             self._of_rest.add(math.log(seconds / expected) - self._of_target.newest)
             factor = self._of_rest.take_shift()
-            self.seconds_per_step *= factor
-            self.seconds_per_sequence *= factor
+            self._scale_rest(factor)
+            self.drafting_rest /= factor
+
+    def _observe_drafting_rest(self, seconds: float, num_seqs: int) -> None:
+        expected = self.drafting_rest * self.rest(num_seqs)
+        if 0 < seconds < _WAIT * expected:
+            self._of_drafting_rest.add(math.log(seconds / expected) - self._of_target.newest)
+            factor = self._of_drafting_rest.take_shift()
+            if self._num_plain < _NUM_RECENT // 2:
+                self._scale_rest(factor)
+            else:
+                self.drafting_rest *= factor
+
+    def _scale_rest(self, factor: float) -> None:
+        self.seconds_per_step *= factor
+        self.seconds_per_sequence *= factor
+
+    def _own_proposal(self, num_seqs: int) -> float:
+        return self.seconds_per_proposal + num_seqs * self.seconds_per_drafting
 
     def as_dict(self) -> dict:
         """Plain data, as `of_dict` reads it."""

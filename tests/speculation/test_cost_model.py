@@ -131,6 +131,25 @@ def test_what_a_step_takes_more_when_it_drafts_is_on_the_proposals_account(waits
     assert model.proposal(16) > 1.2 * model.proposal(8)
 
 
+def test_what_a_host_takes_beside_every_step_is_not_on_the_proposals_account():
+    """Though steps that draft are all that is heard at first. Plain ones may show later that it was the drafts."""
+    draft = PassSeconds([1, 64], [0.05, 0.05])
+    model = CostModel(PassSeconds(NODES, known()), draft, seconds_per_proposal=0.05, seconds_per_step=0.1)
+
+    def hear(plain_rest):
+        for _ in range(200):
+            model.observe_target(PassShape(4, 1), model.target.of_rows(4))
+            model.observe_proposal([PassShape(1, 1)], 0.1, 1, 0.5)
+            if plain_rest is not None:
+                model.observe_rest(plain_rest, 1)
+
+    hear(None)
+    assert (model.rest(1), model.proposal(1)) == pytest.approx((0.5, 0.05), rel=0.05)
+    hear(0.2)
+    assert (model.rest(1), model.proposal(1)) == pytest.approx((0.2, 0.35), rel=0.05)
+    assert model.draft.of_rows(1) == pytest.approx(0.05, rel=0.05)
+
+
 def test_it_is_the_same_behind_its_own_plain_data():
     model = CostModel(
         PassSeconds(NODES, known(), 1e-5, 1e-7, 1e-7),
