@@ -21,7 +21,8 @@ _LOOKING_HOPELESS = 0.002  # where not even drafts such as those of the best req
 _MOST_SAVED = 4.0  # plain steps, that may be spent on looking at once
 _CERTAIN = 4.0  # the logit of drafts that nothing is to be hoped beyond
 _MEMORY = 256  # plans that what could pay is asked for once, and as many as there were so far
-# Steps that a plan is good for, and at most, where the last ones were the same.
+# Steps that a plan is good for; with drafts, half as many more as it is for sequences. Twice as many, up to the most,
+# where the last one was the same.
 _PLANNED, _MOST_PLANNED = 6, 32
 _ADVANCE = 0.25  # of its share of a plain step, for a new request, of which nothing is known yet
 _NEAR = 4  # tokens: catching up with so few is part of any proposal
@@ -158,7 +159,8 @@ class AdaptiveController(MeasuringController):
     def _num_steps(self, counts: list[int]) -> int:
         """For how long these counts are good: the longer, the longer they have been the same."""
         same = counts == self._counts or not (any(counts) or any(self._counts))
-        self._planned = min(_MOST_PLANNED, 2 * self._planned) if same else _PLANNED
+        first = _PLANNED + len(counts) // 2 if any(counts) else _PLANNED
+        self._planned = min(_MOST_PLANNED, 2 * self._planned if same else first)
         self._counts = counts
         return self._planned
 

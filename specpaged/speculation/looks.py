@@ -8,6 +8,7 @@ from specpaged.speculation.controller import Candidate
 from specpaged.speculation.cost_model import CostModel
 
 SHORTEST = 4  # tokens: a pass of a few rows costs hardly more than one of one
+_COLD = 1.5  # times what a pass takes in a run of others: the drafter's weights are in no cache, and prompts are long
 _KNOWN = 4.0  # outcomes of a request, which make a look at another of twice the lag as welcome
 
 
@@ -16,7 +17,7 @@ class Looks:
 
     def __init__(self, costs: CostModel):
         self.costs = costs
-        self.credit = 0.0
+        self.credit = costs.target.of_rows(1)  # in advance: at first nothing is known of any drafts
 
     def earn(self, seconds: float, most: float) -> None:
         """More credit, up to `most` in all: what nobody needed for long is not spent at once later."""
@@ -45,7 +46,7 @@ class Looks:
         spent = 0.0
         for _, i in sorted(idle):
             num_rows = candidates[i].lag - 1  # the newest token has no successor yet
-            seconds = draft.of_rows(rows + num_rows) - before
+            seconds = _COLD * (draft.of_rows(rows + num_rows) - before)
             if seconds > self.credit:
                 continue
             looks.append(i)
