@@ -1,0 +1,34 @@
+"""When steps of other kinds are tried, and what."""
+
+from __future__ import annotations
+
+from specpaged.speculation.adaptive import AdaptiveController
+from specpaged.speculation.controller import Candidate
+from specpaged.speculation.trials import TRIAL_STEPS, Trials
+from tests.speculation.simulation import costs
+
+
+def test_where_drafting_gains_little_plain_steps_and_half_as_many_drafts_are_tried_by_turns_and_ever_less_often():
+    trials = Trials(costs(0.15).errors)
+    tried = []
+    for step in range(200):
+        counts = trials.next([4, 1, 0], speed=1.02, num_steps=1)
+        if counts is not None:
+            tried.append((step, counts))
+    assert [counts for _, counts in tried] == [[0, 0, 0] if i % 2 else [2, 1, 0] for i in range(len(tried))]
+    steps = [step for step, _ in tried]
+    assert [later - step for step, later in zip([-1, *steps], steps, strict=False)] == [16, 32, 64]
+
+
+def test_who_gains_by_drafting_beyond_doubt_tries_nothing_else():
+    trials = Trials(costs(0.15).errors)
+    assert not any(trials.next([4], speed=3.0, num_steps=1) for _ in range(500))
+
+
+def test_a_controller_that_drafts_by_a_narrow_margin_has_its_trials():
+    controller = AdaptiveController(costs(0.15))
+    plans = [controller.plan([Candidate(i, 8) for i in range(8)], 1) for _ in range(60)]
+    assert any(plans[0].num_draft_tokens)
+    trials = [plan for plan in plans if plan.is_trial]
+    assert trials
+    assert all(plan.num_steps == TRIAL_STEPS for plan in trials)
