@@ -41,8 +41,14 @@ def main(
     from benchmarks.environment import environment
 
     torch.set_num_threads(threads)
-    wanted = [name for name in NAMES if not pairs or any(part in name for part in pairs.split(";"))]
+    for part in pairs.split(";"):
+        if not any(part in name for name in NAMES):
+            raise typer.BadParameter(f"{part!r} is in no name of a pair; there are {'; '.join(NAMES)}")
+    wanted = [name for name in NAMES if any(part in name for part in pairs.split(";"))]
     sizes = batch_sizes.split(",")
+    for size in sizes:
+        if size != "1-64" and not (size.isdigit() and int(size)):
+            raise typer.BadParameter(f"batch size {size!r}: whole numbers from 1, and 1-64, are allowed")
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"adaptive-{threads}.json"
     results = json.loads(path.read_text()) if path.exists() else environment(threads) | {"cells": {}}

@@ -74,7 +74,7 @@ class AdaptiveController(MeasuringController):
         self._age += 1
         self._context = sum([c.context_len for c in candidates]) / len(candidates)
         nothing = [0] * len(candidates)
-        looking = self._share_of_looking(candidates)
+        looking = LOOKING if self._is_drafting else self._share_of_looking(candidates)
         plain_seconds = self._times(len(candidates), 0).verify[0]
         self.looks.earn(looking * num_steps * plain_seconds, _MOST_SAVED * plain_seconds)
         if not looking:

@@ -33,8 +33,9 @@ class Trials:
         if self._num_untried < self._every:
             return None
         doubt = self.errors.doubt(len(counts), len(counts) + sum(counts))
+        self._num_untried = 0
         if math.log(speed) >= _DOUBTS * max(_DOUBT, doubt):
             return None
-        self._num_untried, self._every = 0, min(_LATER, 2 * self._every)
+        self._every = min(_LATER, 2 * self._every)
         self._halves = not self._halves and max(counts) > 1
         return [(count + 1) // 2 if self._halves else 0 for count in counts]
