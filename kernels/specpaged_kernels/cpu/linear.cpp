@@ -1,14 +1,22 @@
 // x [M, K] times a weight [N, K], plus a bias, for the few rows of a decode or a verify as for a prefill's many.
 //
-// The weight lies in panels of PANEL outputs, [N / PANEL, K, PANEL]: a pass over K reads it once, front to back. A row's
-// sum runs over K in order, one lane per output, in registers from beginning to end. How many rows and panels are taken
-// together is a matter of speed: it changes no row's operations, so that a row has the same bits in every batch (see
-// paged_attention.cpp on what the compiler may do).
+// The weight lies in panels of PANEL outputs, [N / PANEL, K, PANEL]. A row's sum runs over K in order, one lane per
+// output, in float32. How many rows, panels and lanes are taken together, and where K is cut, is a matter of speed: a
+// sum that waits in memory keeps its bits, so that a row has the same ones in every batch (see paged_attention.cpp on
+// what the compiler may do). A tile of rows fills the vector registers. One tile runs over all of K; of several, each
+// runs over a block of K, while the panels' next block comes into the caches:
+//
+//              K                             K
+//        +-----+-----+---                +-----+-----+---
+//   row  |           >                   |  1  |  4  >          a tile
+//        +-----+-----+---           tile +-----+-----+---
+//                                        |  2  |  5  >
+//                                        +-----+-----+---
+//                                        |  3  |  6  >
 
 #pragma once
 
 #include <algorithm>
-#include <type_traits>
 #include <vector>
 
 #include "status.h"
@@ -16,106 +24,217 @@
 
 namespace {
 
-constexpr int PANEL = 2 * LANES;
-constexpr int AHEAD = 64;    // of the columns that are multiplied, those that are fetched: the hardware stops at a page's end
-constexpr int MAX_ROWS = 6;  // 12 sums, 2 weights and an input fill the 16 vector registers of AVX2
+constexpr int PANEL = 16, EACH = PANEL / WIDE;  // outputs, and their vectors
+constexpr int BLOCK = 256;     // of K: its weights, and the rows' values, stay in the nearest cache
+constexpr int MOST_ROWS = 48;  // whose sums wait side by side
+constexpr int AHEAD = 64;      // columns that a single tile fetches in advance: the hardware stops at a page's end
+// Sums, weights and an input fill the vector registers: 32 of sixteen lanes, 16 of eight.
+constexpr int TILE_ROWS = WIDE == PANEL ? 12 : 6;
+constexpr int TILE_PANELS = WIDE == PANEL ? 2 : 1;
+constexpr int TASK_PANELS = WIDE == PANEL ? 6 : 4;
 
-template <int ROWS, int PANELS, typename T, typename Y>
-void multiply(const T* x, int64_t x_row, const T* panel, const Y* bias, int64_t in_features, int64_t out_features,
-              int64_t first, Y* y) {
-    constexpr int VECTORS = PANELS * PANEL / LANES;
-    Floats total[ROWS][VECTORS] = {};
-    const int64_t panel_size = in_features * PANEL;
-    for (int64_t k = 0; k < in_features; ++k) {
-        for (int p = 0; p < PANELS; ++p) __builtin_prefetch(panel + p * panel_size + (k + AHEAD) * PANEL);
-        Floats column[VECTORS];
+// Panels of a single tile: with few rows, several keep as many sums in flight, and as many streams of weights.
+constexpr int panels_of(int rows) {
+    if (WIDE == PANEL) return rows == 1 ? 6 : rows == 4 ? 3 : rows <= 6 ? 4 : rows <= 8 ? 3 : TILE_PANELS;
+    return rows == 1 ? 4 : rows <= 3 ? 2 : TILE_PANELS;
+}
+
+struct Rows {
+    const float* values;
+    int64_t stride;
+    Rows at(int64_t row, int64_t k = 0) const { return {values + row * stride + k, stride}; }
+};
+
+// Panels of one task, side by side in memory.
+template <typename W>
+struct Panels {
+    const W* weights;
+    int64_t size;  // of one
+    Panels at(int64_t panel, int64_t k = 0) const { return {weights + panel * size + k * PANEL, size}; }
+};
+
+// What comes into the caches beside a multiplication: an address, and the bytes to the next panel's and column's.
+struct Fetched {
+    const char* from;
+    int64_t panel, column;
+};
+
+template <typename W>
+Fetched fetched_of(Panels<W> panels, int64_t step) {
+    return {(const char*)panels.weights, panels.size * int64_t(sizeof(W)), step * int64_t(sizeof(W))};
+}
+
+// Adds `depth` columns to sums [ROWS, PANELS * PANEL], or begins them. Few panels are few streams of weights, which the
+// hardware fetches too late: with each column a line is fetched for each of them.
+template <int ROWS, int PANELS, typename W>
+void multiply(Rows x, Panels<W> panels, int64_t depth, bool begins, Fetched fetched, float* sums) {
+    constexpr int VECTORS = PANELS * EACH;
+    Wides total[ROWS][VECTORS];
+    for (int r = 0; r < ROWS; ++r)
         for (int v = 0; v < VECTORS; ++v)
-            column[v] = load(panel + v / 2 * panel_size + k * PANEL + v % 2 * LANES);
-        for (int r = 0; r < ROWS; ++r) {
-            const Floats input = splat(to_float(x[r * x_row + k]));
-            for (int v = 0; v < VECTORS; ++v) total[r][v] = fma(input, column[v], total[r][v]);
+            total[r][v] = begins ? Wides{} : load_wide(sums + r * PANELS * PANEL + v * WIDE);
+    for (int64_t k = 0; k < depth; ++k) {
+        if constexpr (PANELS <= TILE_PANELS)
+            for (int p = 0; p < PANELS; ++p) __builtin_prefetch(fetched.from + p * fetched.panel + k * fetched.column);
+        const auto column = [&](int v) { return load_wide(panels.at(v / EACH, k).weights + v % EACH * WIDE); };
+        const auto input = [&](int r) { return splat_wide(x.values[r * x.stride + k]); };
+        if constexpr (ROWS < VECTORS) {  // what there is less of stays in registers
+            Wides inputs[ROWS];
+            for (int r = 0; r < ROWS; ++r) inputs[r] = in_register(input(r));
+            for (int v = 0; v < VECTORS; ++v) {
+                const Wides weights = ROWS == 1 ? column(v) : in_register(column(v));
+                for (int r = 0; r < ROWS; ++r) total[r][v] = fma_wide(inputs[r], weights, total[r][v]);
+            }
+        } else {
+            Wides columns[VECTORS];
+            for (int v = 0; v < VECTORS; ++v) columns[v] = in_register(column(v));
+            for (int r = 0; r < ROWS; ++r) {
+                const Wides of_row = input(r);
+                for (int v = 0; v < VECTORS; ++v) total[r][v] = fma_wide(of_row, columns[v], total[r][v]);
+            }
         }
     }
-    for (int r = 0; r < ROWS; ++r) {
-        float sums[VECTORS * LANES];
-        for (int v = 0; v < VECTORS; ++v) store(sums + v * LANES, total[r][v]);
-        const int64_t count = out_features - first < VECTORS * LANES ? out_features - first : VECTORS * LANES;
-        Y* to = y + r * out_features + first;
-        for (int64_t i = 0; i < count; ++i) from_float(bias ? sums[i] + to_float(bias[first + i]) : sums[i], to + i);
+    for (int r = 0; r < ROWS; ++r)
+        for (int v = 0; v < VECTORS; ++v) store_wide(sums + r * PANELS * PANEL + v * WIDE, total[r][v]);
+}
+
+// The same with `count` rows, at most ROWS.
+template <int ROWS, int PANELS, typename W>
+void multiply_tile(int64_t count, Rows x, Panels<W> panels, int64_t depth, bool begins, Fetched fetched, float* sums) {
+    if constexpr (ROWS > 1) {
+        if (count < ROWS) {
+            multiply_tile<ROWS - 1, PANELS>(count, x, panels, depth, begins, fetched, sums);
+            return;
+        }
+    }
+    multiply<ROWS, PANELS>(x, panels, depth, begins, fetched, sums);
+}
+
+// Weights that are floats already are taken where they lie; of others, what several tiles share is converted once.
+inline Panels<float> as_floats(Panels<float> panels, int, int64_t, float*) { return panels; }
+template <typename W>
+Panels<float> as_floats(Panels<W> panels, int num_panels, int64_t depth, float* to) {
+    for (int p = 0; p < num_panels; ++p)
+        for (int64_t i = 0; i < depth * PANEL; i += WIDE)
+            store_wide(to + p * depth * PANEL + i, load_wide(panels.at(p).weights + i));
+    return {to, depth * PANEL};
+}
+
+// The outputs of some rows, [count, width] of y, from their sums.
+template <typename Y>
+void finish(const float* sums, int64_t sums_row, int64_t count, int64_t width, const Y* bias, Y* y, int64_t y_row) {
+    for (int64_t r = 0; r < count; ++r)
+        for (int64_t i = 0; i < width; ++i) {
+            const float sum = sums[r * sums_row + i];
+            from_float(bias ? sum + to_float(bias[i]) : sum, y + r * y_row + i);
+        }
+}
+
+template <typename W, typename Y>
+struct Task {
+    Panels<W> panels;
+    int64_t num_panels, in_features, width;  // of outputs; the last panel may have fewer of them
+    const Y* bias;
+    Y* y;
+    int64_t y_row;
+
+    // What lies from one of its panels on.
+    Task from(int64_t panel) const {
+        const int64_t first = panel * PANEL;
+        return {panels.at(panel), num_panels - panel, in_features, width - first, bias ? bias + first : bias,
+                y + first, y_row};
+    }
+};
+
+// One tile of ROWS rows over PANELS panels at a time, and over those that are left.
+template <int ROWS, int PANELS, typename W, typename Y>
+void run_tile(Rows x, Task<W, Y> task) {
+    float sums[ROWS * PANELS * PANEL];
+    for (; task.num_panels >= PANELS; task = task.from(PANELS)) {
+        const Fetched fetched = fetched_of(task.panels.at(0, AHEAD), PANEL);
+        multiply<ROWS, PANELS>(x, task.panels, task.in_features, true, fetched, sums);
+        finish(sums, PANELS * PANEL, ROWS, std::min<int64_t>(PANELS * PANEL, task.width), task.bias, task.y, task.y_row);
+    }
+    if constexpr (PANELS > 1) run_tile<ROWS, PANELS / 2>(x, task);
+}
+
+template <int ROWS, typename W, typename Y>
+void run_one_tile(int64_t count, Rows x, const Task<W, Y>& task) {
+    if constexpr (ROWS > 1) {
+        if (count < ROWS) {
+            run_one_tile<ROWS - 1>(count, x, task);
+            return;
+        }
+    }
+    run_tile<ROWS, panels_of(ROWS)>(x, task);
+}
+
+// Tiles that are alike: of 13 rows five, four and four, rather than six, six and one.
+template <int PANELS, typename W, typename Y>
+void run_tiles(int64_t count, Rows x, Task<W, Y> task) {
+    float sums[MOST_ROWS * PANELS * PANEL], converted[PANELS * BLOCK * PANEL];
+    const int64_t num_tiles = (count + TILE_ROWS - 1) / TILE_ROWS, step = PANEL / num_tiles;
+    for (; task.num_panels >= PANELS; task = task.from(PANELS)) {
+        for (int64_t k = 0; k < task.in_features; k += BLOCK) {
+            const int64_t depth = std::min<int64_t>(BLOCK, task.in_features - k);
+            const Panels<float> block = as_floats(task.panels.at(0, k), PANELS, depth, converted);
+            for (int64_t tile = 0, row = 0; tile < num_tiles; ++tile) {
+                const int64_t rows = (count - row + num_tiles - tile - 1) / (num_tiles - tile);
+                Fetched fetched = fetched_of(task.panels.at(0, k + depth), step);
+                fetched.from += tile * depth * fetched.column;
+                multiply_tile<TILE_ROWS, PANELS>(rows, x.at(row, k), block, depth, k == 0, fetched,
+                                                 sums + row * PANELS * PANEL);
+                row += rows;
+            }
+        }
+        finish(sums, PANELS * PANEL, count, std::min<int64_t>(PANELS * PANEL, task.width), task.bias, task.y,
+               task.y_row);
+    }
+    if constexpr (PANELS > 1) run_tiles<PANELS / 2>(count, x, task);
+}
+
+// All rows. Many are taken in groups that are alike, too.
+template <typename W, typename Y>
+void run(int64_t num_rows, Rows x, const Task<W, Y>& task) {
+    if (num_rows <= TILE_ROWS) {
+        run_one_tile<TILE_ROWS>(num_rows, x, task);
+        return;
+    }
+    const int64_t num_groups = (num_rows + MOST_ROWS - 1) / MOST_ROWS;
+    Task<W, Y> of_group = task;
+    for (int64_t group = 0, row = 0; group < num_groups; ++group) {
+        const int64_t count = (num_rows - row + num_groups - group - 1) / (num_groups - group);
+        of_group.y = task.y + row * task.y_row;
+        run_tiles<TILE_PANELS>(count, x.at(row), of_group);
+        row += count;
     }
 }
 
-// Outputs first .. first + panels * PANEL - 1 of some rows.
-template <int ROWS, typename T, typename Y>
-void multiply(const T* x, int64_t x_row, const T* panel, const Y* bias, int64_t in_features, int64_t out_features,
-              int64_t first, int panels, Y* y) {
-    // With few rows, several panels keep as many sums in flight.
-    constexpr int TOGETHER = ROWS == 1 ? 4 : ROWS <= 3 ? 2 : 1;
-    for (; panels >= TOGETHER; panels -= TOGETHER) {
-        multiply<ROWS, TOGETHER>(x, x_row, panel, bias, in_features, out_features, first, y);
-        panel += TOGETHER * in_features * PANEL;
-        first += TOGETHER * PANEL;
-    }
-    for (; panels > 0; --panels) {
-        multiply<ROWS, 1>(x, x_row, panel, bias, in_features, out_features, first, y);
-        panel += in_features * PANEL;
-        first += PANEL;
-    }
+// The rows, as it is with weights.
+inline Rows as_floats(const float* rows, int64_t, int64_t, int64_t stride, std::vector<float>*) {
+    return {rows, stride};
 }
-
-// The same of all rows.
-template <typename T, typename Y>
-void multiply_rows(const T* x, int64_t x_row, int64_t num_rows, const T* panel, const Y* bias, int64_t in_features,
-                   int64_t out_features, int64_t first, int panels, Y* y) {
-    int64_t row = 0;
-    const auto run = [&](auto rows) {
-        multiply<rows.value>(x + row * x_row, x_row, panel, bias, in_features, out_features, first, panels,
-                             y + row * out_features);
-        row += rows.value;
-    };
-    while (num_rows - row >= MAX_ROWS) run(std::integral_constant<int, MAX_ROWS>());
-    switch (num_rows - row) {
-        case 5: run(std::integral_constant<int, 5>()); break;
-        case 4: run(std::integral_constant<int, 4>()); break;
-        case 3: run(std::integral_constant<int, 3>()); break;
-        case 2: run(std::integral_constant<int, 2>()); break;
-        case 1: run(std::integral_constant<int, 1>()); break;
-    }
-}
-
-template <typename T>
-std::vector<float> as_floats(const T* from, int64_t num_rows, int64_t row_size, int64_t stride) {
-    std::vector<float> to(size_t(num_rows * row_size));
+inline Rows as_floats(const bfloat16* rows, int64_t num_rows, int64_t size, int64_t stride, std::vector<float>* to) {
+    to->resize(size_t(num_rows * size));
     for (int64_t row = 0; row < num_rows; ++row)
-        for (int64_t i = 0; i < row_size; ++i) to[size_t(row * row_size + i)] = to_float(from[row * stride + i]);
-    return to;
+        for (int64_t i = 0; i < size; ++i) (*to)[size_t(row * size + i)] = to_float(rows[row * stride + i]);
+    return {to->data(), size};
 }
 
 template <typename T>
-void linear(const T* x, int64_t x_row, int64_t num_rows, const T* weight, const T* bias, int64_t in_features,
+void linear(const T* rows, int64_t stride, int64_t num_rows, const T* weight, const T* bias, int64_t in_features,
             int64_t out_features, T* y, int num_threads) {
-    // Many rows pay for converting all that they share once; the products are the same.
-    const bool converts = sizeof(T) < sizeof(float) && num_rows > 2 * MAX_ROWS;
-    const std::vector<float> converted = converts ? as_floats(x, num_rows, in_features, x_row) : std::vector<float>();
-    const int task_panels = converts ? 1 : 4;
-    const int64_t num_panels = (out_features + PANEL - 1) / PANEL, panel_size = in_features * PANEL;
-    const int64_t num_tasks = (num_panels + task_panels - 1) / task_panels;
-    Programs programs;
+    std::vector<float> converted;
+    const Rows x = as_floats(rows, num_rows, in_features, stride, &converted);
+    const int64_t num_panels = (out_features + PANEL - 1) / PANEL;
+    const int64_t num_tasks = (num_panels + TASK_PANELS - 1) / TASK_PANELS;
+    const Task<T, T> all = {{weight, in_features * PANEL}, num_panels, in_features, out_features, bias, y, out_features};
 #pragma omp parallel for schedule(static) num_threads(num_threads) if (num_threads > 1)
-    for (int64_t task = 0; task < num_tasks; ++task) {
-        const int64_t panel = task * task_panels;
-        const int panels = int(std::min<int64_t>(task_panels, num_panels - panel));
-        const T* weights = weight + panel * panel_size;
-        if (converts)
-            programs.run([&] {
-                multiply_rows(converted.data(), in_features, num_rows,
-                              as_floats(weights, panels, panel_size, panel_size).data(), bias, in_features,
-                              out_features, panel * PANEL, panels, y);
-            });
-        else
-            multiply_rows(x, x_row, num_rows, weights, bias, in_features, out_features, panel * PANEL, panels, y);
+    for (int64_t i = 0; i < num_tasks; ++i) {
+        Task<T, T> task = all.from(i * TASK_PANELS);
+        task.num_panels = std::min<int64_t>(TASK_PANELS, task.num_panels);
+        run(num_rows, x, task);
     }
-    programs.rethrow();
 }
 
 }  // namespace

@@ -11,11 +11,12 @@ from torch import Tensor
 from specpaged_kernels.cpu.library import INT, POINTER, SIZE, check_status, check_tensor, functions
 
 PANEL = 16  # outputs; as in the C++ file
+ARGUMENTS = (POINTER, SIZE, SIZE, POINTER, POINTER, SIZE, SIZE, POINTER, INT)
 
 
 @functools.cache
 def _functions() -> dict:
-    return functions("linear", [POINTER, SIZE, SIZE, POINTER, POINTER, SIZE, SIZE, POINTER, INT], INT)
+    return functions("linear", ARGUMENTS, INT)
 
 
 def pack(weight: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-// Eight floats at a time, in GCC's and clang's vector extension.
+// Eight floats at a time, and the widest that there are, in GCC's and clang's vector extension.
 #pragma once
 
 #include <cstdint>
@@ -14,6 +14,18 @@ constexpr int LANES = 8;
 typedef float Floats __attribute__((vector_size(LANES * 4)));
 typedef int32_t Ints __attribute__((vector_size(LANES * 4)));
 typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
+
+// For sums whose lanes are outputs: how many lie in one vector changes no bit of them.
+#if !defined(WIDE_LANES) && defined(__AVX512F__)
+#define WIDE_LANES 16
+#elif !defined(WIDE_LANES)
+#define WIDE_LANES 8
+#endif
+constexpr int WIDE = WIDE_LANES;
+
+typedef float Wides __attribute__((vector_size(WIDE * 4)));
+typedef int32_t WideInts __attribute__((vector_size(WIDE * 4)));
+typedef uint16_t WideHalves __attribute__((vector_size(WIDE * 2)));
 
 struct bfloat16 {
     uint16_t bits;
@@ -60,6 +72,41 @@ inline float fma(float a, float b, float c) {
     return __builtin_fmaf(a, b, c);
 #else
     return a * b + c;
+#endif
+}
+
+// Keeps a value in a register: GCC would rather read it anew from memory for each product, and is held up by that.
+inline Wides in_register(Wides x) {
+#if WIDE_LANES == 16 && defined(__AVX512F__)
+    __asm__("" : "+v"(x));
+#elif WIDE_LANES == 8 && defined(__AVX__)
+    __asm__("" : "+x"(x));
+#endif
+    return x;
+}
+
+inline Wides load_wide(const float* from) {
+    Wides x;
+    std::memcpy(&x, from, sizeof x);
+    return x;
+}
+inline Wides load_wide(const bfloat16* from) {
+    WideHalves x;
+    std::memcpy(&x, from, sizeof x);
+    return (Wides)(__builtin_convertvector(x, WideInts) << 16);
+}
+inline void store_wide(float* to, Wides x) { std::memcpy(to, &x, sizeof x); }
+
+inline Wides splat_wide(float x) { return x - Wides{}; }
+
+inline Wides fma_wide(Wides a, Wides b, Wides c) {
+#if WIDE_LANES == 16 && defined(__AVX512F__)
+    return (Wides)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif WIDE_LANES == 8 && defined(__AVX2__) && defined(__FMA__)
+    return (Wides)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    for (int lane = 0; lane < WIDE; ++lane) c[lane] = fma(a[lane], b[lane], c[lane]);
+    return c;
 #endif
 }
 

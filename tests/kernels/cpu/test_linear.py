@@ -1,13 +1,17 @@
 """The C++ linear layer: right, and the same bits for a row whatever rows are beside it."""
 
+import shutil
+
 import pytest
 import torch
 
-from specpaged_kernels.cpu.library import why_not
-from specpaged_kernels.cpu.linear import PANEL, linear, pack
+from specpaged_kernels.cpu.build import CACHE, load
+from specpaged_kernels.cpu.library import SOURCE, why_not
+from specpaged_kernels.cpu.linear import ARGUMENTS, PANEL, linear, pack
 
 DTYPES = [torch.float32, torch.bfloat16]
-SHAPES = [(16, 8), (48, 33), (50, 256), (1, 7), (264, 256), (129, 1000)]  # [N, K]
+# [N, K]: panels that fill a task or do not, and one, two and four blocks of K.
+SHAPES = [(16, 8), (48, 33), (50, 256), (1, 7), (264, 256), (129, 1000)]
 
 
 def sample(n: int, k: int, rows: int, dtype: torch.dtype, seed: int = 0):
@@ -20,7 +24,7 @@ def sample(n: int, k: int, rows: int, dtype: torch.dtype, seed: int = 0):
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("n", "k"), SHAPES)
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 13])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 13, 50])
 def test_it_is_the_product_rounded_once(n, k, rows, dtype, has_bias):
     x, weight, bias = sample(n, k, rows, dtype)
     bias = bias if has_bias else None
@@ -34,17 +38,39 @@ def test_it_is_the_product_rounded_once(n, k, rows, dtype, has_bias):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 def test_a_row_has_the_same_bits_among_any_rows_on_any_threads(n, k, dtype):
-    x, weight, bias = sample(n, k, 40, dtype)
+    x, weight, bias = sample(n, k, 100, dtype)  # three groups of rows, whose sums wait side by side
     packed = pack(weight)
     expected = linear(x, packed, bias, n)
-    for rows in range(1, 20):
-        start = 3 * rows % 20
+    for rows in [*range(1, 20), 24, 25, 48, 49]:
+        start = 3 * rows % 50
         assert torch.equal(linear(x[start : start + rows], packed, bias, n), expected[start : start + rows]), rows
     torch.set_num_threads(2)
     try:
         assert torch.equal(linear(x, packed, bias, n), expected)
     finally:
         torch.set_num_threads(1)
+
+
+def test_sixteen_lanes_give_the_bits_of_eight(tmp_path, monkeypatch):
+    monkeypatch.setenv(CACHE, str(tmp_path / "built"))
+    libraries = []
+    for path in [SOURCE.with_name("linear.cpp"), *SOURCE.parent.glob("*.h")]:
+        shutil.copy(path, tmp_path)
+    for lanes in (8, 16):
+        source = tmp_path / f"linear_{lanes}.cpp"
+        source.write_text(f'#define WIDE_LANES {lanes}\n#include "linear.cpp"\n')
+        libraries.append(load(source))
+    for name, dtype in (("linear_float32", torch.float32), ("linear_bfloat16", torch.bfloat16)):
+        for n, k in SHAPES:
+            for rows in (1, 2, 3, 4, 5, 7, 9, 12, 13, 50):
+                x, weight, bias = sample(n, k, rows, dtype)
+                packed, outputs = pack(weight), torch.empty(2, rows, n, dtype=dtype)
+                for library, y in zip(libraries, outputs, strict=True):
+                    function = getattr(library, name)
+                    function.argtypes = ARGUMENTS
+                    arguments = (x.data_ptr(), k, rows, packed.data_ptr(), bias.data_ptr(), k, n, y.data_ptr(), 1)
+                    assert function(*arguments) == 0
+                assert torch.equal(outputs[0], outputs[1]), (name, n, k, rows)
 
 
 def test_rows_may_lie_apart():
