@@ -55,7 +55,8 @@ class ModelReport:
     num_parameters: int
     weight_bytes: int
     kv_bytes_per_token: int
-    dtype: str
+    dtype: str  # of the arithmetic
+    storage: str  # of weights that are stored in another one
     numerics: str
 
     @classmethod
@@ -75,13 +76,15 @@ class ModelReport:
             model.weight_bytes,
             runner.kv_cache.bytes_per_token,
             str(model.dtype).removeprefix("torch."),
+            model.storage,
             model.numerics_scheme,
         )
 
     def __str__(self) -> str:
+        storage = f" (stored as {self.storage})" if self.storage else ""
         return (
             f"{self.role:<7}{self.architecture}, {self.num_parameters / 1e6:.2f} M parameters, {self.dtype}, "
-            f"weights {human_bytes(self.weight_bytes)}, KV {human_bytes(self.kv_bytes_per_token)} per token\n"
+            f"weights {human_bytes(self.weight_bytes)}{storage}, KV {human_bytes(self.kv_bytes_per_token)} per token\n"
             f"       decoder {self.decoder}\n"
             f"       numerics {self.numerics}"
         )

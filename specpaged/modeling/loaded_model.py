@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -50,6 +51,12 @@ class LoadedModel:
     def hidden_size(self) -> int:
         return self.hf_config.get_text_config().hidden_size
 
+    @property
+    def storage(self) -> str:
+        """'float16': how weights are stored, by name, where that is not `dtype`; '' where all of them are."""
+        narrower = {t.dtype for t in _held(self.decoder) if t.is_floating_point() and t.itemsize < self.dtype.itemsize}
+        return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in narrower))
+
     def run(
         self,
         token_ids: Tensor,  # [N] int64
@@ -67,10 +74,14 @@ def held_bytes(module: nn.Module) -> int:
     What modules share counts once.
     """
     held = {}
+    for tensor in _held(module):
+        # A packed tensor of oneDNN's has no address that could be asked for.
+        place = id(tensor) if tensor.is_mkldnn else tensor.data_ptr()
+        held[place] = max(held.get(place, 0), tensor.numel() * tensor.element_size())
+    return sum(held.values())
+
+
+def _held(module: nn.Module) -> Iterator[Tensor]:
     for part in module.modules():
         own = (tensor for tensor in vars(part).values() if isinstance(tensor, Tensor))
-        for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False), *own):
-            # A packed tensor of oneDNN's has no address that could be asked for.
-            place = id(tensor) if tensor.is_mkldnn else tensor.data_ptr()
-            held[place] = max(held.get(place, 0), tensor.numel() * tensor.element_size())
-    return sum(held.values())
+        yield from (*part.parameters(recurse=False), *part.buffers(recurse=False), *own)

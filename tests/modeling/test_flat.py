@@ -18,6 +18,7 @@ from specpaged.modeling.flat.weights import Checkpoint, expected_shapes
 from specpaged.modeling.linear import runs_cpp
 from specpaged.modeling.loading import load_model
 from specpaged.modeling.ragged_batch import RaggedRow, pack
+from specpaged_kernels.cpu import linear as cpu_linear
 from tests.modeling.families import FAMILIES, save_toy, toy_config
 from tests.modeling.world import World, random_tokens
 
@@ -259,6 +260,29 @@ def test_one_call_computes_what_its_parts_do_bit_for_bit(name, dtype, numerics, 
         got, expected = (world.run(*step) for world in worlds)
         for seq in got:
             assert torch.equal(got[seq], expected[seq]), (seq, len(step))
+
+
+@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("numerics", ["exact", "fast"])
+@pytest.mark.parametrize("name", FLAT)
+def test_weights_stored_in_16_bits_give_the_logits_of_the_same_weights_in_32(
+    name, numerics, stored, toy_path, tmp_path, monkeypatch
+):
+    transformers.AutoModelForCausalLM.from_pretrained(toy_path(name), dtype=stored).save_pretrained(tmp_path)
+    options = {"dtype": "float32", "numerics": numerics, "model_impl": "flat", "attention_backend": "cpp"}
+    narrow = load_model(str(tmp_path), **options)
+    assert narrow.storage == str(stored).removeprefix("torch.")
+    monkeypatch.setattr(cpu_linear, "stored_dtype", lambda weight: weight.dtype)
+    monkeypatch.setattr(FlatSource, "_embedding", lambda self: self._read(weights.EMBEDDING)[weights.EMBEDDING])
+    wide = load_model(str(tmp_path), **options)
+    assert wide.storage == ""
+    assert narrow.weight_bytes < (0.7 if numerics == "exact" else 0.9) * wide.weight_bytes
+    assert isinstance(narrow.decoder, CppDecoder)
+    worlds = World(narrow, block_size=4), World(wide, block_size=4)
+    a, b = random_tokens(60, 1), random_tokens(50, 2)
+    for step in ([("a", a[:30], 3), ("b", b[:40], 2)], [("a", a[30:31], 1)], [("a", a[31:38], 7), ("b", b[40:41], 1)]):
+        got, expected = (world.run(*step) for world in worlds)
+        assert all(torch.equal(got[seq], expected[seq]) for seq in got), len(step)
 
 
 def test_a_decoder_with_other_parts_runs_them(toy_path, tmp_path):

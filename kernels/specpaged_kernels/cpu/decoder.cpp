@@ -14,8 +14,8 @@
 namespace {
 
 struct Layer {
-    // Packed weights and biases (or null), in the model's dtype.
-    const void *qkv, *qkv_bias, *o, *o_bias, *gate_up, *gate_up_bias, *down, *down_bias;
+    Weight qkv, o, gate_up, down;
+    const void *qkv_bias, *o_bias, *gate_up_bias, *down_bias;  // in the model's dtype, or null
     // Weights of norms, or null; heads [Hq + Hkv, D].
     const float *before_attention, *after_attention, *before_mlp, *after_mlp, *heads;
     const float *cosine, *sine;  // [positions, rope_half], or null: no RoPE
@@ -28,7 +28,9 @@ struct Decoder {
     int64_t gelu;                // 1: GELU by tanh, 0: SiLU
     float eps, residual_multiplier, embedding_multiplier;
     const Layer* layers;
-    const void *embedding, *output;  // [V, H] and packed
+    const void* embedding;       // [V, H]
+    int64_t embedding_storage;
+    Weight output;
     const float* final_norm;
 };
 
@@ -86,9 +88,9 @@ void forward(const Decoder& decoder, Pass pass, void* const* pools, const int64_
     std::vector<T> gates(size_t(most_rows * 2 * inner)), through(size_t(most_rows * inner));
     std::vector<float> cosine, sine;
 
-    const auto apply = [&](const std::vector<T>& from, const void* weight, const void* bias, int64_t in, int64_t out,
+    const auto apply = [&](const std::vector<T>& from, const Weight& weight, const void* bias, int64_t in, int64_t out,
                            T* to) {
-        linear(from.data(), in, num_rows, (const T*)weight, (const T*)bias, in, out, to, threads);
+        linear(from.data(), in, num_rows, weight, (const T*)bias, in, out, to, threads);
     };
     const auto add_and_norm = [&](const T* more, const float* weight) {
         rms_norm(x.data(), hidden, more, decoder.residual_multiplier, weight, decoder.eps, num_rows, hidden,
@@ -100,11 +102,15 @@ void forward(const Decoder& decoder, Pass pass, void* const* pools, const int64_
         std::swap(added, normed);
     };
 
-    const T* embedding = (const T*)decoder.embedding;
-    for (int64_t row = 0; row < num_rows; ++row)
-        for (int64_t i = 0; i < hidden; ++i)
-            from_float(to_float(embedding[token_ids[row] * hidden + i]) * decoder.embedding_multiplier,
-                       &x[size_t(row * hidden + i)]);
+    const auto embed = [&](const auto* embedding) {
+        for (int64_t row = 0; row < num_rows; ++row)
+            for (int64_t i = 0; i < hidden; ++i)
+                from_float(to_float(embedding[token_ids[row] * hidden + i]) * decoder.embedding_multiplier,
+                           &x[size_t(row * hidden + i)]);
+    };
+    if (decoder.embedding_storage == BFLOAT16) embed((const bfloat16*)decoder.embedding);
+    else if (decoder.embedding_storage == FLOAT16) embed((const float16*)decoder.embedding);
+    else embed((const float*)decoder.embedding);
     for (int64_t layer_idx = 0; layer_idx < decoder.num_layers; ++layer_idx) {
         const Layer& layer = decoder.layers[layer_idx];
         add_and_norm(layer_idx ? added.data() : nullptr, layer.before_attention);

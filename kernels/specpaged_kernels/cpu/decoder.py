@@ -5,20 +5,36 @@ from __future__ import annotations
 import ctypes
 import functools
 
+from torch import Tensor
+
 from specpaged_kernels.cpu.library import INT, POINTER, SIZE
 from specpaged_kernels.cpu.library import functions as library_functions
+from specpaged_kernels.cpu.linear import STORAGE
 from specpaged_kernels.cpu.paged_attention import Pass
 
+LAYER_WEIGHTS = ("qkv", "o", "gate_up", "down")
 LAYER_POINTERS = (
-    "qkv", "qkv_bias", "o", "o_bias", "gate_up", "gate_up_bias", "down", "down_bias",
+    "qkv_bias", "o_bias", "gate_up_bias", "down_bias",
     "before_attention", "after_attention", "before_mlp", "after_mlp", "heads", "cosine", "sine",
 )  # fmt: skip
+
+
+class Weight(ctypes.Structure):
+    """The struct of the same name in linear.cpp."""
+
+    _fields_ = [("panels", ctypes.c_void_p), ("storage", ctypes.c_int64)]
+
+    @classmethod
+    def of(cls, packed: Tensor) -> Weight:
+        """What `linear.pack` has made, which must outlive this."""
+        return cls(packed.data_ptr(), STORAGE[packed.dtype])
 
 
 class Layer(ctypes.Structure):
     """The struct of the same name in the C++ file."""
 
     _fields_ = [
+        *((name, Weight) for name in LAYER_WEIGHTS),
         *((name, ctypes.c_void_p) for name in LAYER_POINTERS),
         ("rope_half", ctypes.c_int64),
         ("window", ctypes.c_int64),
@@ -38,7 +54,8 @@ class Decoder(ctypes.Structure):
         ("embedding_multiplier", ctypes.c_float),
         ("layers", ctypes.POINTER(Layer)),
         ("embedding", ctypes.c_void_p),
-        ("output", ctypes.c_void_p),
+        ("embedding_storage", ctypes.c_int64),
+        ("output", Weight),
         ("final_norm", ctypes.c_void_p),
     ]  # fmt: skip
 

@@ -3,7 +3,8 @@
 // The weight lies in panels of PANEL outputs, [N / PANEL, K, PANEL]. A row's sum runs over K in order, one lane per
 // output, in float32. How many rows, panels and lanes are taken together, and where K is cut, is a matter of speed: a
 // sum that waits in memory keeps its bits, so that a row has the same ones in every batch (see paged_attention.cpp on
-// what the compiler may do). A tile of rows fills the vector registers. One tile runs over all of K; of several, each
+// what the compiler may do). Weights may be stored in 16 bits, of which each is a float32: they have the same products,
+// and half the bytes. A tile of rows fills the vector registers. One tile runs over all of K; of several, each
 // runs over a block of K, while the panels' next block comes into the caches:
 //
 //              K                             K
@@ -221,32 +222,60 @@ inline Rows as_floats(const bfloat16* rows, int64_t num_rows, int64_t size, int6
     return {to->data(), size};
 }
 
-template <typename T>
-void linear(const T* rows, int64_t stride, int64_t num_rows, const T* weight, const T* bias, int64_t in_features,
-            int64_t out_features, T* y, int num_threads) {
-    std::vector<float> converted;
-    const Rows x = as_floats(rows, num_rows, in_features, stride, &converted);
+// How weights are stored. The numbers of linear.py.
+enum Storage : int64_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
+
+struct Weight {
+    const void* panels;  // [ceil(N / PANEL), K, PANEL], zeros behind N
+    int64_t storage;
+};
+
+template <typename W, typename T>
+void linear(Rows x, int64_t num_rows, const W* weight, const T* bias, int64_t in_features, int64_t out_features, T* y,
+            int num_threads) {
     const int64_t num_panels = (out_features + PANEL - 1) / PANEL;
     const int64_t num_tasks = (num_panels + TASK_PANELS - 1) / TASK_PANELS;
-    const Task<T, T> all = {{weight, in_features * PANEL}, num_panels, in_features, out_features, bias, y, out_features};
+    const Task<W, T> all = {{weight, in_features * PANEL}, num_panels, in_features, out_features, bias, y, out_features};
 #pragma omp parallel for schedule(static) num_threads(num_threads) if (num_threads > 1)
     for (int64_t i = 0; i < num_tasks; ++i) {
-        Task<T, T> task = all.from(i * TASK_PANELS);
+        Task<W, T> task = all.from(i * TASK_PANELS);
         task.num_panels = std::min<int64_t>(TASK_PANELS, task.num_panels);
         run(num_rows, x, task);
     }
 }
 
+template <typename T>
+void linear(const T* rows, int64_t stride, int64_t num_rows, const Weight& weight, const T* bias, int64_t in_features,
+            int64_t out_features, T* y, int num_threads) {
+    if (num_rows == 0) return;
+    std::vector<float> converted;
+    const Rows x = as_floats(rows, num_rows, in_features, stride, &converted);
+    const auto as = [&](const auto* panels) {
+        linear(x, num_rows, panels, bias, in_features, out_features, y, num_threads);
+    };
+    if (weight.storage == BFLOAT16) as((const bfloat16*)weight.panels);
+    else if (weight.storage == FLOAT16) as((const float16*)weight.panels);
+    else as((const float*)weight.panels);
+}
+
 }  // namespace
 
-// x [M, K]: x_row elements from row to row; weight [ceil(N / PANEL), K, PANEL], zeros behind N; bias [N] or null;
-// y [M, N] contiguous. Returns a Status.
+// Whether stored float16 is converted as fast as it is read.
+extern "C" int converts_float16() {
+#if defined(__F16C__) || defined(__AVX512F__)
+    return 1;
+#else
+    return 0;
+#endif
+}
+
+// x [M, K]: x_row elements from row to row; bias [N] or null; y [M, N] contiguous. Returns a Status.
 #undef DEFINE
 #define DEFINE(NAME, TYPE)                                                                                       \
-    extern "C" int NAME(const void* x, int64_t x_row, int64_t num_rows, const void* weight, const void* bias,    \
-                        int64_t in_features, int64_t out_features, void* y, int num_threads) {                   \
+    extern "C" int NAME(const void* x, int64_t x_row, int64_t num_rows, const void* panels, int64_t storage,     \
+                        const void* bias, int64_t in_features, int64_t out_features, void* y, int num_threads) { \
         return guarded([&] {                                                                                     \
-            linear((const TYPE*)x, x_row, num_rows, (const TYPE*)weight, (const TYPE*)bias, in_features,         \
+            linear((const TYPE*)x, x_row, num_rows, Weight{panels, storage}, (const TYPE*)bias, in_features,     \
                    out_features, (TYPE*)y, num_threads);                                                         \
             return int(OK);                                                                                      \
         });                                                                                                      \

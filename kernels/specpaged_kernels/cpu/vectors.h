@@ -3,7 +3,7 @@
 
 #include <cstdint>
 #include <cstring>
-#if defined(__AVX2__) && defined(__FMA__)
+#if (defined(__AVX2__) && defined(__FMA__)) || defined(__F16C__)
 #include <immintrin.h>
 #endif
 
@@ -37,6 +37,23 @@ inline float to_float(bfloat16 x) {
     float y;
     std::memcpy(&y, &bits, 4);
     return y;
+}
+
+// What a weight may be stored as, though it multiplies as float32: every value of it is one.
+struct float16 {
+    uint16_t bits;
+};
+inline float to_float(float16 x) {
+#if defined(__F16C__)
+    return _cvtsh_ss(x.bits);
+#else
+    const uint32_t rest = uint32_t(x.bits & 0x7fff) << 13, is_finite = rest < 0x0f800000;
+    const uint32_t bits = is_finite ? rest : rest + 0x70000000;  // infinities and NaN keep all bits of the exponent
+    float y;
+    std::memcpy(&y, &bits, 4);
+    if (is_finite) y *= 0x1p112f;  // from the other bias; subnormal values, too
+    return x.bits & 0x8000 ? -y : y;
+#endif
 }
 
 inline void from_float(float x, float* out) { *out = x; }
@@ -94,6 +111,17 @@ inline Wides load_wide(const bfloat16* from) {
     WideHalves x;
     std::memcpy(&x, from, sizeof x);
     return (Wides)(__builtin_convertvector(x, WideInts) << 16);
+}
+inline Wides load_wide(const float16* from) {
+#if WIDE_LANES == 16 && defined(__AVX512F__)
+    return (Wides)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
+#elif WIDE_LANES == 8 && defined(__F16C__)
+    return (Wides)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from));
+#else
+    Wides x;
+    for (int lane = 0; lane < WIDE; ++lane) x[lane] = to_float(from[lane]);
+    return x;
+#endif
 }
 inline void store_wide(float* to, Wides x) { std::memcpy(to, &x, sizeof x); }
 

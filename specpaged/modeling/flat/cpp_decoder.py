@@ -21,6 +21,7 @@ from specpaged.modeling.ragged_batch import RaggedBatch
 from specpaged.speculation.stop_rule import StopRule
 from specpaged_kernels.cpu import decoder as kernel
 from specpaged_kernels.cpu.library import check_status, check_tensor
+from specpaged_kernels.cpu.linear import STORAGE
 from specpaged_kernels.cpu.paged_attention import Pass, make_pass
 
 
@@ -35,14 +36,14 @@ class CppDecoder(nn.Module):
         self.config = config
         self.decoder = decoder
         self.most_rows = None if isinstance(decoder.output, RowExactLinear) else CPP_ROWS
-        self._function = kernel.functions()[decoder.embedding.dtype]
-        self._greedy_function = kernel.greedy_functions()[decoder.embedding.dtype]
+        self._function = kernel.functions()[decoder.dtype]
+        self._greedy_function = kernel.greedy_functions()[decoder.dtype]
         self._seen: list[tuple[weakref.ref, int]] = []  # the pools of the last pass, and their addresses
         self._layers = (kernel.Layer * len(decoder.layers))()
         for layer, part in zip(self._layers, decoder.layers, strict=True):
-            for name in ("qkv", "o", "gate_up", "down"):
+            for name in kernel.LAYER_WEIGHTS:
                 weight, bias = cpp_operands(getattr(part, name))
-                setattr(layer, name, weight.data_ptr())
+                setattr(layer, name, kernel.Weight.of(weight))
                 setattr(layer, f"{name}_bias", None if bias is None else bias.data_ptr())
             for name in ("before_attention", "after_attention", "before_mlp", "after_mlp"):
                 norm = getattr(part, f"norm_{name}")
@@ -57,8 +58,8 @@ class CppDecoder(nn.Module):
             config.intermediate_size, config.num_heads, config.num_kv_heads, config.head_dim,
             int(decoder.layers[0].gate.activation == "gelu_tanh"),
             config.norm_eps, config.residual_multiplier, decoder.embedding_multiplier, self._layers,
-            decoder.embedding.data_ptr(), cpp_operands(decoder.output)[0].data_ptr(),
-            decoder.final_norm.weight.data_ptr(),
+            decoder.embedding.data_ptr(), STORAGE[decoder.embedding.dtype],
+            kernel.Weight.of(cpp_operands(decoder.output)[0]), decoder.final_norm.weight.data_ptr(),
         )  # fmt: skip
 
     @override
@@ -75,7 +76,7 @@ class CppDecoder(nn.Module):
         if logits_idx is not None:
             check_tensor("logits_idx", logits_idx, (logits_idx.numel(),), torch.int64)
         num_logits = num_rows if logits_idx is None else logits_idx.numel()
-        logits = torch.empty(num_logits, self.config.vocab_size, dtype=self.decoder.embedding.dtype)
+        logits = torch.empty(num_logits, self.config.vocab_size, dtype=self.decoder.dtype)
         struct, hidden_states = None, None
         if request.hidden is not None:
             hidden_idx = torch.arange(num_rows) if request.hidden_idx is None else request.hidden_idx
@@ -146,7 +147,7 @@ class CppDecoder(nn.Module):
             config, self._num_slots = self.config, len(kv_layers[0])
             shape = (self._num_slots, 2, config.num_kv_heads, config.head_dim)
             for pool in kv_layers:
-                check_tensor("kv_layers", pool, shape, self.decoder.embedding.dtype)
+                check_tensor("kv_layers", pool, shape, self.decoder.dtype)
             self._seen = [(weakref.ref(pool), pool.data_ptr()) for pool in kv_layers]
             self._addresses = (ctypes.c_void_p * len(self._layers))(*(address for _, address in self._seen))
         return self._addresses

@@ -69,13 +69,15 @@ class FlatDecoder(nn.Module):
     def __init__(
         self,
         config: FlatConfig,
-        embedding: Tensor,  # [V, H]
+        embedding: Tensor,  # [V, H] dtype, or as it is stored
         layers: list[FlatLayer],
         final_norm: nn.Module,
         output: nn.Module,  # [M, H] -> [M, V]
         rotations: Rotations,  # cos and sin [max_model_len, R / 2] float32 of all positions
+        dtype: torch.dtype,
     ):
         super().__init__()
+        self.dtype = dtype
         self.embedding = nn.Parameter(embedding, requires_grad=False)
         self.layers = nn.ModuleList(layers)
         self.final_norm = final_norm
@@ -87,7 +89,7 @@ class FlatDecoder(nn.Module):
             self.register_buffer(f"{rope}_sin", sin, persistent=False)
         multiplier = config.embedding_multiplier
         if config.rounds_embedding_multiplier:
-            multiplier = float(torch.tensor(multiplier).to(embedding.dtype))
+            multiplier = float(torch.tensor(multiplier).to(dtype))
         self.embedding_multiplier = multiplier
         self.logits_divisor = config.logits_divisor
         self.final_softcap = config.final_softcap
@@ -96,7 +98,7 @@ class FlatDecoder(nn.Module):
     def forward(
         self, token_ids: Tensor, positions: Tensor, paged_pass: PagedPass, request: ForwardRequest
     ) -> ForwardOutput:
-        x = F.embedding(token_ids, self.embedding)
+        x = F.embedding(token_ids, self.embedding).to(self.dtype)
         if self.embedding_multiplier != 1.0:
             x = x * self.embedding_multiplier
         rotations = {

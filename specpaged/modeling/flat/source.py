@@ -25,6 +25,7 @@ from specpaged.modeling.flat.weights import Checkpoint, expected_shapes, layer_s
 from specpaged.modeling.linear import FastLinear
 from specpaged.modeling.shard import GatheredLinear, Shard
 from specpaged.modeling.source import Source
+from specpaged_kernels.cpu.linear import STORAGE
 
 QKV, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 
@@ -35,7 +36,7 @@ class FlatSource(Source):
     """The checkpoint of a flat decoder. `FlatSource.open` says why where there is none.
 
     Layers are read one by one and kept in the form in which they compute: of a checkpoint nothing else is held than the
-    embedding, which stays mapped where it has the dtype that is wanted.
+    embedding, which stays mapped where its rows can be looked up as they are.
     """
 
     implementation = "flat"
@@ -117,17 +118,25 @@ class FlatSource(Source):
     def _decoder(self, make_linear: MakeLinear, ops: RowWiseOps) -> nn.Module:
         config = self.config
         layers = [self._layer(layer_idx, make_linear, ops) for layer_idx in range(len(config.layers))]
-        ends = self._read(weights.EMBEDDING, weights.FINAL_NORM, *([] if config.tied else [weights.OUTPUT]))
-        embedding = ends[weights.EMBEDDING]
-        output = make_linear(ends.get(weights.OUTPUT, embedding), None)
+        ends = self._read(weights.FINAL_NORM, weights.EMBEDDING if config.tied else weights.OUTPUT)
+        output = make_linear(ends[weights.EMBEDDING if config.tied else weights.OUTPUT], None)
+        embedding = self._embedding()
         positions = torch.arange(self.max_model_len, device=self.device)[:, None].float()
         rotations = {}
         for rope, (inverse, factor) in self.frequencies.items():
             angles = positions * inverse.to(self.device)
             rotations[rope] = (angles.cos() * factor, angles.sin() * factor)
         final_norm = ops.norm(ends[weights.FINAL_NORM])
-        decoder = FlatDecoder(config, embedding, layers, final_norm, output, rotations).eval().requires_grad_(False)
+        decoder = FlatDecoder(config, embedding, layers, final_norm, output, rotations, self.dtype)
+        decoder = decoder.eval().requires_grad_(False)
         return CppDecoder(config, decoder) if self.shard is None and is_all_cpp(decoder) else decoder
+
+    def _embedding(self) -> Tensor:
+        """[V, H], whose rows become float32 when they are looked up, where they are stored in 16 bits on a CPU."""
+        embedding = self.checkpoint.read([weights.EMBEDDING])[weights.EMBEDDING]
+        if self.device.type == "cpu" and self.dtype == torch.float32 and embedding.dtype in STORAGE:
+            return embedding
+        return embedding.to(self.device, self.dtype)
 
     def _read(self, *names: str) -> dict[str, Tensor]:
         return {name: tensor.to(self.device, self.dtype) for name, tensor in self.checkpoint.read(names).items()}

@@ -4,14 +4,23 @@ import shutil
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from specpaged_kernels.cpu.build import CACHE, load
 from specpaged_kernels.cpu.library import SOURCE, why_not
-from specpaged_kernels.cpu.linear import ARGUMENTS, PANEL, linear, pack
+from specpaged_kernels.cpu.linear import ARGUMENTS, PANEL, STORAGE, linear, pack
 
 DTYPES = [torch.float32, torch.bfloat16]
 # [N, K]: panels that fill a task or do not, and one, two and four blocks of K.
 SHAPES = [(16, 8), (48, 33), (50, 256), (1, 7), (264, 256), (129, 1000)]
+
+# A library's function, its arithmetic, and how weights are stored.
+WAYS = [
+    ("linear_float32", torch.float32, torch.float32),
+    ("linear_float32", torch.float32, torch.float16),
+    ("linear_float32", torch.float32, torch.bfloat16),
+    ("linear_bfloat16", torch.bfloat16, torch.bfloat16),
+]
 
 
 def sample(n: int, k: int, rows: int, dtype: torch.dtype, seed: int = 0):
@@ -24,7 +33,7 @@ def sample(n: int, k: int, rows: int, dtype: torch.dtype, seed: int = 0):
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("n", "k"), SHAPES)
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 13, 50])
+@pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 5, 6, 7, 13, 50])
 def test_it_is_the_product_rounded_once(n, k, rows, dtype, has_bias):
     x, weight, bias = sample(n, k, rows, dtype)
     bias = bias if has_bias else None
@@ -51,6 +60,37 @@ def test_a_row_has_the_same_bits_among_any_rows_on_any_threads(n, k, dtype):
         torch.set_num_threads(1)
 
 
+@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_weights_stored_in_16_bits_give_the_bits_of_the_same_weights_in_32(n, k, stored):
+    x, weight, bias = sample(n, k, 50, torch.float32)
+    weight = weight.to(stored).float()
+    packed = pack(weight)
+    assert packed.dtype == stored
+    for rows in (1, 2, 3, 4, 5, 6, 7, 13, 50):
+        expected = linear(x[:rows], packed.float(), bias, n)
+        assert torch.equal(linear(x[:rows], packed, bias, n), expected), rows
+
+
+def test_weights_that_16_bits_cannot_hold_stay_as_they_are():
+    weight = sample(16, 8, 1, torch.float32)[1].half().float()
+    weight[3, 5] = 1.0 + 2.0**-20
+    assert pack(weight).dtype == torch.float32
+    weight[3, 5] = float("nan")  # which equals nothing
+    assert pack(weight).dtype == torch.float32
+
+
+def test_every_float16_is_the_float32_that_it_stands_for():
+    """Subnormal numbers, infinities and both zeros among them."""
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.float16)
+    every = every[~every.isnan()]
+    packed = F.pad(every, (0, -len(every) % PANEL)).view(-1, 1, PANEL)
+    for rows in (1, 7):  # converted on the way, and once for several tiles
+        got = linear(torch.ones(rows, 1), packed, None, len(every))
+        # 0 + -0 * 1 is +0.
+        assert all(torch.equal((row + 0.0).view(torch.int32), (every.float() + 0.0).view(torch.int32)) for row in got)
+
+
 def test_sixteen_lanes_give_the_bits_of_eight(tmp_path, monkeypatch):
     monkeypatch.setenv(CACHE, str(tmp_path / "built"))
     libraries = []
@@ -58,18 +98,22 @@ def test_sixteen_lanes_give_the_bits_of_eight(tmp_path, monkeypatch):
         shutil.copy(path, tmp_path)
     for lanes in (8, 16):
         source = tmp_path / f"linear_{lanes}.cpp"
-        source.write_text(f'#define WIDE_LANES {lanes}\n#include "linear.cpp"\n')
+        converts = (
+            "" if lanes == 8 else "#undef __F16C__\n"
+        )  # by instructions that not every CPU has, or by our own code
+        source.write_text(f'{converts}#define WIDE_LANES {lanes}\n#include "linear.cpp"\n')
         libraries.append(load(source))
-    for name, dtype in (("linear_float32", torch.float32), ("linear_bfloat16", torch.bfloat16)):
+    for name, dtype, stored in WAYS:
         for n, k in SHAPES:
             for rows in (1, 2, 3, 4, 5, 7, 9, 12, 13, 50):
                 x, weight, bias = sample(n, k, rows, dtype)
+                weight = weight.to(stored).to(dtype)
                 packed, outputs = pack(weight), torch.empty(2, rows, n, dtype=dtype)
                 for library, y in zip(libraries, outputs, strict=True):
                     function = getattr(library, name)
                     function.argtypes = ARGUMENTS
-                    arguments = (x.data_ptr(), k, rows, packed.data_ptr(), bias.data_ptr(), k, n, y.data_ptr(), 1)
-                    assert function(*arguments) == 0
+                    weights = (packed.data_ptr(), STORAGE[packed.dtype], bias.data_ptr())
+                    assert function(x.data_ptr(), k, rows, *weights, k, n, y.data_ptr(), 1) == 0
                 assert torch.equal(outputs[0], outputs[1]), (name, n, k, rows)
 
 
