@@ -40,6 +40,21 @@ constexpr int panels_of(int rows) {
     return rows == 1 ? 4 : rows <= 3 ? 2 : TILE_PANELS;
 }
 
+// Vector v of a panel's column, as floats.
+template <typename W>
+Wides column_vector(const W* column, int v) {
+    return load_wide(column + v * WIDE);
+}
+// Of bfloat16, outputs i and i + PANEL / 2 lie side by side: a half is a shift or a mask of all that is read.
+inline Wides column_vector(const bfloat16* column, int v) {
+    Ints pairs;
+    std::memcpy(&pairs, column, sizeof pairs);
+    const Ints halves[2] = {pairs << 16, pairs & int32_t(0xffff0000)};
+    Wides x;
+    std::memcpy(&x, halves + v, sizeof x);
+    return x;
+}
+
 struct Rows {
     const float* values;
     int64_t stride;
@@ -77,21 +92,21 @@ void multiply(Rows x, Panels<W> panels, int64_t depth, bool begins, Fetched fetc
     for (int64_t k = 0; k < depth; ++k) {
         if constexpr (PANELS <= TILE_PANELS)
             for (int p = 0; p < PANELS; ++p) __builtin_prefetch(fetched.from + p * fetched.panel + k * fetched.column);
-        const auto column = [&](int v) { return load_wide(panels.at(v / EACH, k).weights + v % EACH * WIDE); };
         const auto input = [&](int r) { return splat_wide(x.values[r * x.stride + k]); };
+        const auto weights = [&](int v) { return column_vector(panels.at(v / EACH, k).weights, v % EACH); };
         if constexpr (ROWS < VECTORS) {  // what there is less of stays in registers
             Wides inputs[ROWS];
             for (int r = 0; r < ROWS; ++r) inputs[r] = in_register(input(r));
             for (int v = 0; v < VECTORS; ++v) {
-                const Wides weights = ROWS == 1 ? column(v) : in_register(column(v));
-                for (int r = 0; r < ROWS; ++r) total[r][v] = fma_wide(inputs[r], weights, total[r][v]);
+                const Wides column = ROWS == 1 ? weights(v) : in_register(weights(v));
+                for (int r = 0; r < ROWS; ++r) total[r][v] = fma_wide(inputs[r], column, total[r][v]);
             }
         } else {
-            Wides columns[VECTORS];
-            for (int v = 0; v < VECTORS; ++v) columns[v] = in_register(column(v));
+            Wides column[VECTORS];
+            for (int v = 0; v < VECTORS; ++v) column[v] = in_register(weights(v));
             for (int r = 0; r < ROWS; ++r) {
                 const Wides of_row = input(r);
-                for (int v = 0; v < VECTORS; ++v) total[r][v] = fma_wide(of_row, columns[v], total[r][v]);
+                for (int v = 0; v < VECTORS; ++v) total[r][v] = fma_wide(of_row, column[v], total[r][v]);
             }
         }
     }
@@ -109,16 +124,6 @@ void multiply_tile(int64_t count, Rows x, Panels<W> panels, int64_t depth, bool 
         }
     }
     multiply<ROWS, PANELS>(x, panels, depth, begins, fetched, sums);
-}
-
-// Weights that are floats already are taken where they lie; of others, what several tiles share is converted once.
-inline Panels<float> as_floats(Panels<float> panels, int, int64_t, float*) { return panels; }
-template <typename W>
-Panels<float> as_floats(Panels<W> panels, int num_panels, int64_t depth, float* to) {
-    for (int p = 0; p < num_panels; ++p)
-        for (int64_t i = 0; i < depth * PANEL; i += WIDE)
-            store_wide(to + p * depth * PANEL + i, load_wide(panels.at(p).weights + i));
-    return {to, depth * PANEL};
 }
 
 // The outputs of some rows, [count, width] of y, from their sums.
@@ -173,17 +178,16 @@ void run_one_tile(int64_t count, Rows x, const Task<W, Y>& task) {
 // Tiles that are alike: of 13 rows five, four and four, rather than six, six and one.
 template <int PANELS, typename W, typename Y>
 void run_tiles(int64_t count, Rows x, Task<W, Y> task) {
-    float sums[MOST_ROWS * PANELS * PANEL], converted[PANELS * BLOCK * PANEL];
+    float sums[MOST_ROWS * PANELS * PANEL];
     const int64_t num_tiles = (count + TILE_ROWS - 1) / TILE_ROWS, step = PANEL / num_tiles;
     for (; task.num_panels >= PANELS; task = task.from(PANELS)) {
         for (int64_t k = 0; k < task.in_features; k += BLOCK) {
             const int64_t depth = std::min<int64_t>(BLOCK, task.in_features - k);
-            const Panels<float> block = as_floats(task.panels.at(0, k), PANELS, depth, converted);
             for (int64_t tile = 0, row = 0; tile < num_tiles; ++tile) {
                 const int64_t rows = (count - row + num_tiles - tile - 1) / (num_tiles - tile);
                 Fetched fetched = fetched_of(task.panels.at(0, k + depth), step);
                 fetched.from += tile * depth * fetched.column;
-                multiply_tile<TILE_ROWS, PANELS>(rows, x.at(row, k), block, depth, k == 0, fetched,
+                multiply_tile<TILE_ROWS, PANELS>(rows, x.at(row, k), task.panels.at(0, k), depth, k == 0, fetched,
                                                  sums + row * PANELS * PANEL);
                 row += rows;
             }
@@ -211,7 +215,7 @@ void run(int64_t num_rows, Rows x, const Task<W, Y>& task) {
     }
 }
 
-// The rows, as it is with weights.
+// Rows that are floats already are taken where they lie.
 inline Rows as_floats(const float* rows, int64_t, int64_t, int64_t stride, std::vector<float>*) {
     return {rows, stride};
 }

@@ -34,9 +34,15 @@ def stored_dtype(weight: Tensor) -> torch.dtype:
 
 
 def pack(weight: Tensor) -> Tensor:
-    """[N, K] -> [ceil(N / PANEL), K, PANEL], contiguous: outputs side by side, zeros behind N, of `stored_dtype`."""
+    """[N, K] -> [ceil(N / PANEL), K, PANEL], contiguous: outputs side by side, zeros behind N, of `stored_dtype`.
+
+    Of bfloat16, a panel's halves alternate: see linear.cpp.
+    """
     weight = F.pad(weight.to(stored_dtype(weight)), (0, 0, 0, -len(weight) % PANEL))
-    return weight.view(-1, PANEL, weight.shape[1]).transpose(1, 2).contiguous()
+    panels = weight.view(-1, PANEL, weight.shape[1]).transpose(1, 2)
+    if weight.dtype == torch.bfloat16:
+        panels = panels.unflatten(2, (2, PANEL // 2)).transpose(2, 3).flatten(2)
+    return panels.contiguous()
 
 
 def linear(

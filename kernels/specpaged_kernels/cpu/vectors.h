@@ -25,7 +25,6 @@ constexpr int WIDE = WIDE_LANES;
 
 typedef float Wides __attribute__((vector_size(WIDE * 4)));
 typedef int32_t WideInts __attribute__((vector_size(WIDE * 4)));
-typedef uint16_t WideHalves __attribute__((vector_size(WIDE * 2)));
 
 struct bfloat16 {
     uint16_t bits;
@@ -106,11 +105,6 @@ inline Wides load_wide(const float* from) {
     Wides x;
     std::memcpy(&x, from, sizeof x);
     return x;
-}
-inline Wides load_wide(const bfloat16* from) {
-    WideHalves x;
-    std::memcpy(&x, from, sizeof x);
-    return (Wides)(__builtin_convertvector(x, WideInts) << 16);
 }
 inline Wides load_wide(const float16* from) {
 #if WIDE_LANES == 16 && defined(__AVX512F__)

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from specpaged_kernels.cpu import linear as cpu_linear
 from specpaged_kernels.cpu.build import CACHE, load
 from specpaged_kernels.cpu.library import SOURCE, why_not
 from specpaged_kernels.cpu.linear import ARGUMENTS, PANEL, STORAGE, linear, pack
@@ -64,11 +65,14 @@ def test_a_row_has_the_same_bits_among_any_rows_on_any_threads(n, k, dtype):
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 def test_weights_stored_in_16_bits_give_the_bits_of_the_same_weights_in_32(n, k, stored):
     x, weight, bias = sample(n, k, 50, torch.float32)
-    weight = weight.to(stored).float()
-    packed = pack(weight)
+    packed = pack(weight.to(stored).float())
     assert packed.dtype == stored
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu_linear, "stored_dtype", lambda weight: weight.dtype)
+        wide = pack(weight.to(stored).float())
+    assert wide.dtype == torch.float32
     for rows in (1, 2, 3, 4, 5, 6, 7, 13, 50):
-        expected = linear(x[:rows], packed.float(), bias, n)
+        expected = linear(x[:rows], wide, bias, n)
         assert torch.equal(linear(x[:rows], packed, bias, n), expected), rows
 
 
@@ -136,10 +140,13 @@ def test_a_nan_stays_in_its_row():
 
 def test_the_packed_layout_holds_outputs_side_by_side():
     weight = torch.arange(18 * 3).float().view(18, 3)
+    halves = pack(weight).view(2, 3, PANEL // 2, 2)  # small integers: bfloat16 holds them
+    weight = weight + 2.0**-15
     packed = pack(weight)
     assert packed.shape == (2, 3, PANEL)
     assert torch.equal(packed[0, 1], weight[:PANEL, 1])
     assert packed[1, 2].tolist() == [weight[16, 2].item(), weight[17, 2].item()] + [0.0] * 14
+    assert torch.equal(halves.transpose(2, 3).reshape(2, 3, PANEL).float(), packed.floor())
 
 
 def test_columns_may_lie_apart():
