@@ -69,7 +69,7 @@ class Ours:
         self._is_clocked = False
         engine = self.llm.engine
         for runner in (engine.target, engine.draft):
-            self._clock(runner, ("forward", "greedy_steps"), "forward_seconds")
+            self._clock(runner, ("forward", "greedy", "greedy_steps"), "forward_seconds")
         self._clock(engine.speculative_step.planner, _DECIDING, "deciding_seconds")
 
     def _clock(self, owner: object | None, names: Sequence[str], seconds: str) -> None:

@@ -30,16 +30,18 @@ def test_draft_step(benchmark, threads, results, batch_size):
         for layer in cache.layers:
             layer.zero_()
         runners[implementation] = ModelRunner(model, cache)
-    batch = pack(
-        [RaggedRow([7], CONTEXT_LEN, list(range(1 + i * width, 1 + (i + 1) * width)), 1) for i in range(batch_size)],
-        BLOCK_SIZE,
-    )
+    rows = [RaggedRow([7], CONTEXT_LEN, list(range(1 + i * width, 1 + (i + 1) * width)), 1) for i in range(batch_size)]
+    batch = pack(rows, BLOCK_SIZE)
     seconds = {(name, steps): [] for name in runners for steps in (1, STEPS)}
 
     def play():
         for name, steps in seconds:
             start = time.perf_counter()
-            runners[name].greedy_steps([batch] * steps, [None] * steps, runners[name].model.vocab_size)
+            runner, vocab_size = runners[name], runners[name].model.vocab_size
+            if runner.runs_greedy(batch_size):
+                runner.greedy(rows, vocab_size, [steps - 1] * batch_size, wants_logprobs=True)
+            else:
+                runner.greedy_steps([batch] * steps, [None] * steps, vocab_size)
             seconds[name, steps].append((time.perf_counter() - start) / steps)
 
     benchmark.pedantic(play, rounds=REPETITIONS, warmup_rounds=5)

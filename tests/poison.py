@@ -8,13 +8,13 @@ from torch import Tensor
 
 from specpaged import LLM
 from specpaged.modeling.forward_output import Argmax, ForwardOutput
+from specpaged.modeling.model_runner import ModelRunner
 from specpaged.modeling.ragged_batch import RaggedBatch
 
 
-def spoiled(
-    forward: Callable[..., ForwardOutput], spoil: Callable[[RaggedBatch, Tensor], None]
-) -> Callable[..., ForwardOutput]:
-    """A ModelRunner.forward whose logits `spoil` changes, in place, before anything is made of them."""
+def spoil_logits(runner: ModelRunner, spoil: Callable[[RaggedBatch, Tensor], None], monkeypatch) -> None:
+    """Let `spoil` change the logits of every pass, in place, before anything is made of them."""
+    forward = runner.forward
 
     def spoiled_forward(batch, *, argmax_of=None, hidden=None):
         output = forward(batch, hidden=hidden)
@@ -23,7 +23,8 @@ def spoiled(
             return output
         return ForwardOutput(None, Argmax.of(output.logits[:, :argmax_of]), output.hidden_states)
 
-    return spoiled_forward
+    monkeypatch.setattr(runner, "forward", spoiled_forward)
+    monkeypatch.setattr(runner, "runs_greedy", lambda num_rows: False)  # which makes no logits that could be seen
 
 
 class Poison:
@@ -36,7 +37,7 @@ class Poison:
         self.victim_blocks: set[int] = set()
         self.reused_blocks: set[int] = set()
         self._schedule = self.engine.scheduler.schedule
-        monkeypatch.setattr(self.engine.target, "forward", spoiled(self.engine.target.forward, self.spoil))
+        spoil_logits(self.engine.target, self.spoil, monkeypatch)
         monkeypatch.setattr(self.engine.scheduler, "schedule", self.schedule)
 
     def victim(self):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from typing_extensions import override
 from specpaged.drafting.base import DraftRow
 from specpaged.drafting.draft import NO_DRAFT, Draft
 from specpaged.drafting.draft_steps import DraftSteps
-from specpaged.modeling.forward_output import DraftedTokens
+from specpaged.modeling.forward_output import DraftedTokens, GreedyTokens
 from specpaged.modeling.model_runner import ModelRunner
 from specpaged.modeling.ragged_batch import RaggedBatch, RaggedRow, pack, upload
 from specpaged.sampling.batch import SamplingBatch
@@ -42,7 +43,7 @@ class DraftModelDrafter:
     @override
     def stops(self) -> bool:
         """Where it decodes greedily, in one call: nobody waits for a device to know."""
-        return self.runner.greedy_steps_in_one_call(1)
+        return self.runner.runs_greedy(1)
 
     @override
     def propose(
@@ -51,8 +52,12 @@ class DraftModelDrafter:
         drafting = [row for row in rows if row.num_draft_tokens > 0]
         looking = [row for row in rows if row.num_looked_back]
         others = [row for row in rows if row.num_draft_tokens == 0 and not row.num_looked_back]
-        passes = [self._packed(chunk) for chunk in self._chunks([*drafting, *looking, *others])]
+        chunks = self._chunks([*drafting, *looking, *others])
         drafts = [NO_DRAFT] * len(sampling.requests)
+        if sampling.takes_argmax and all(self.runner.runs_greedy(_num_tokens(chunk)) for chunk in chunks):
+            looked_back = self._in_one_call(chunks, drafting, stop_rule, drafts)
+            return self._looked_back(drafts, looking, looked_back)
+        passes = [self._packed(chunk) for chunk in chunks]
         if not drafting and not looking:
             for batch in passes:
                 self.runner.forward(batch)
@@ -62,13 +67,11 @@ class DraftModelDrafter:
                 looked = torch.cat([self._argmax(batch) for batch in passes])
             else:
                 looked = self._sampled_back(torch.cat([self._logits(batch) for batch in passes]), looking, sampling)
-            return self._looked_back(drafts, looking, looked)
+            return self._looked_back(drafts, looking, looked.tolist())
         cache = self.runner.kv_cache
         steps = DraftSteps(drafting, cache.block_size, self.runner.model.device, cache.block_stride)
         if sampling.takes_argmax:
-            # Its rows are those that were planned to draft: some may have had no room.
-            rule = stop_rule if stop_rule is not None and len(stop_rule.leads) == len(drafting) else None
-            drafted = self._greedy(passes, steps, rule)
+            drafted = self._greedy(passes, steps)
             looked = drafted[0].token_ids[len(drafting) :]
             if looking:
                 drafted[0] = DraftedTokens(*(values[: len(drafting)] for values in drafted[0]))
@@ -77,17 +80,49 @@ class DraftModelDrafter:
             logits = torch.cat([self._logits(batch) for batch in passes])
             looked = self._sampled_back(logits[len(drafting) :], looking, sampling)
             self._sample(logits[: len(drafting)], steps, sampling, drafts)
-        return self._looked_back(drafts, looking, looked)
+        return self._looked_back(drafts, looking, looked.tolist())
 
     @override
     def forget(self, sequence: Hashable) -> None:
         pass  # its KV is the page table's
 
-    def _greedy(
-        self, passes: Sequence[RaggedBatch], steps: DraftSteps, stop_rule: StopRule | None
-    ) -> list[DraftedTokens]:
+    def _in_one_call(
+        self,
+        chunks: Sequence[Sequence[RaggedRow]],
+        drafting: Sequence[DraftRow],
+        stop_rule: StopRule | None,
+        drafts: list[Draft],
+    ) -> list[int]:
+        """Put in the drafts of those who draft, the first rows of the chunks; what the others' rows came to.
+
+        Where there are several chunks, all run first, and then who drafts goes on.
+        """
+        further = [row.num_draft_tokens - 1 for row in drafting]
+        if len(chunks) == 1:
+            # The rule's rows are those that were planned to draft: some may have had no room.
+            rule = stop_rule if stop_rule is not None and len(stop_rule.leads) == len(drafting) else None
+            of_rows = [*further, *[0] * (len(chunks[0]) - len(drafting))]
+            found = self.runner.greedy(chunks[0], self.vocab_size, of_rows, wants_logprobs=True, stop_rule=rule)
+        else:
+            of_chunks = [self.runner.greedy(chunk, self.vocab_size, wants_logprobs=True)[0] for chunk in chunks]
+            found = [GreedyTokens(*(list(chain(*lists)) for lists in zip(*of_chunks, strict=True)))]
+            going_on = [
+                (RaggedRow([token_id], row.context_len + len(row.token_ids), row.blocks, 1), count - 1)
+                for row, count, token_id in zip(drafting, further, found[0].token_ids, strict=False)
+                if count
+            ]
+            if going_on:
+                rows, counts = map(list, zip(*going_on, strict=True))
+                found += self.runner.greedy(rows, self.vocab_size, counts, wants_logprobs=True)
+        of_steps = [zip(step.token_ids, step.logprobs, strict=True) for step in found]
+        for row in drafting:
+            pairs = [next(step) for step in of_steps[: row.num_draft_tokens]]
+            drafts[row.request_idx] = Draft([token_id for token_id, _ in pairs], [logprob for _, logprob in pairs])
+        return found[0].token_ids[len(drafting) :]
+
+    def _greedy(self, passes: Sequence[RaggedBatch], steps: DraftSteps) -> list[DraftedTokens]:
         """The tokens of each step. Nothing is asked of the host between the passes."""
-        first_rows, rule = len(steps.request_idx[0]), None
+        first_rows = len(steps.request_idx[0])
         if len(passes) > 1:  # rows of the first step are in several of them
             first_of_passes = [self.runner.greedy_steps([batch], [None], self.vocab_size)[0] for batch in passes]
             first = DraftedTokens(*map(torch.cat, zip(*first_of_passes, strict=True)))
@@ -99,13 +134,12 @@ class DraftModelDrafter:
             drafted, next_step = [first], 2
         else:
             batches, drafted, next_step = [passes[0]], [], 1
-            rule = stop_rule  # from the first step on, or not at all
         # A batch's own tokens are those of the pass before it.
         batches += [steps.batch(step, batches[0].token_ids) for step in range(next_step, len(steps))]
         source_idx = [None, *steps.source_idx[next_step:]]
         if next_step == 1 < len(source_idx) and source_idx[1] is None and passes[0].logits_idx.numel() > first_rows:
             source_idx[1] = upload(torch.arange(first_rows), self.runner.model.device)  # not of those who look back
-        return drafted + self.runner.greedy_steps(batches, source_idx, self.vocab_size, rule)
+        return drafted + self.runner.greedy_steps(batches, source_idx, self.vocab_size)
 
     def _sample(self, logits: Tensor, steps: DraftSteps, sampling: SamplingBatch, drafts: list[Draft]) -> None:
         """Put in the drafts of a proposal whose first step has these logits [rows, V]."""
@@ -143,12 +177,12 @@ class DraftModelDrafter:
         processed = sampling.process(logits, request_idx, seen, [()] * len(sampling.requests))
         return sampling.sample(processed, request_idx, seen)[0] if request_idx else logits.new_zeros(0)
 
-    def _looked_back(self, drafts: list[Draft], looking: Sequence[DraftRow], looked: Tensor) -> list[Draft]:
+    @staticmethod
+    def _looked_back(drafts: list[Draft], looking: Sequence[DraftRow], looked: Sequence[int]) -> list[Draft]:
         """The drafts with what the rows that look back would have drafted behind each of their last tokens."""
-        if looking:
-            token_ids = iter(looked.tolist())
-            for row in looking:
-                drafts[row.request_idx] = Draft([next(token_ids) for _ in range(row.num_looked_back)])
+        token_ids = iter(looked)
+        for row in looking:
+            drafts[row.request_idx] = Draft([next(token_ids) for _ in range(row.num_looked_back)])
         return drafts
 
     def _argmax(self, batch: RaggedBatch) -> Tensor:
@@ -181,3 +215,7 @@ class DraftModelDrafter:
                 budget -= end - start
                 start = end
         return chunks
+
+
+def _num_tokens(rows: Sequence[RaggedRow]) -> int:
+    return sum(len(row.token_ids) for row in rows)

@@ -47,7 +47,7 @@ _PROPOSAL_SECONDS, _DRAFTING_SECONDS = 8e-5, 2.5e-5
 _OF_SEQUENCES = {"seconds_per_drafting": _DRAFTING_SECONDS, "seconds_per_sequence": _SEQUENCE_SECONDS}
 _FITS = 32  # rows, at most, of passes that are bound by reading weights: to them it matters what is in the caches
 _BYTES_PER_SECOND = 1e10  # of weights, where nothing can be measured
-_VERSION = 20  # of what is kept
+_VERSION = 21  # of what is kept
 
 
 def get_planner(
@@ -152,6 +152,9 @@ def _verified(target: ModelRunner, drafter: DraftModelDrafter | None, saved: lis
 
 def _forward(runner: ModelRunner, rows: list[RaggedRow]) -> float:
     start = time.perf_counter()
+    if runner.runs_greedy(sum(len(row.token_ids) for row in rows)):  # as a step does
+        runner.greedy(rows, runner.model.vocab_size)
+        return time.perf_counter() - start
     cache = runner.kv_cache
     batch = pack(rows, cache.block_size, runner.model.device, cache.block_stride)
     output = runner.forward(batch, argmax_of=runner.model.vocab_size)

@@ -24,7 +24,7 @@ from specpaged.engine.scheduler import ScheduledSequence
 from specpaged.engine.sequence import Sequence
 from specpaged.engine.target_pass import TargetPass, run_target
 from specpaged.metrics import EngineMetrics
-from specpaged.modeling.forward_output import Argmax, HiddenStates
+from specpaged.modeling.forward_output import Argmax, GreedyTokens, HiddenStates
 from specpaged.modeling.model_runner import ModelRunner
 from specpaged.paging.block_allocator import IntegrityError
 from specpaged.paging.page_table import TARGET
@@ -44,7 +44,9 @@ class ScoredStep:
     entries: SequenceOf[ScheduledSequence]
     drafts: DraftOutput  # of the entries that sample, in order
     sampling: SamplingBatch  # likewise
-    logits: Tensor | Argmax | None  # [M, V] fp32, until it is verified; these and the rest as TargetPass has them
+    logits: (
+        Tensor | Argmax | GreedyTokens | None
+    )  # [M, V] fp32, until it is verified; these and the rest as TargetPass has them
     prompt_logits: dict[Sequence, Tensor]
     hidden_states: dict[Sequence, HiddenStates]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from specpaged.engine.prompt_logprobs import prompt_rows, wants_prompt_logits
 from specpaged.engine.scheduler import ScheduledSequence
 from specpaged.engine.sequence import Sequence
-from specpaged.modeling.forward_output import Argmax, ForwardOutput, HiddenStates, HiddenStatesRequest
+from specpaged.modeling.forward_output import Argmax, ForwardOutput, GreedyTokens, HiddenStates, HiddenStatesRequest
 from specpaged.modeling.model_runner import ModelRunner
 from specpaged.modeling.ragged_batch import RaggedRow, pack
 
@@ -19,7 +19,9 @@ from specpaged.modeling.ragged_batch import RaggedRow, pack
 class TargetPass(NamedTuple):
     """What the target's pass over a step computes."""
 
-    logits: Tensor | Argmax  # [M, V] fp32: for each entry that samples, a row behind its known tokens and each draft
+    logits: (
+        Tensor | Argmax | GreedyTokens
+    )  # [M, V] fp32: for each entry that samples, a row behind its known tokens and each draft
     prompt_logits: dict[Sequence, Tensor]  # [rows, V] fp32, of prompts whose log-probabilities are asked for
     hidden_states: dict[Sequence, HiddenStates]  # of all tokens that an entry ran, where a drafter reads them
 
@@ -42,9 +44,11 @@ def run_target(
     for entry in entries:
         reads = hidden is not None and (hidden_of_all or entry.sequence.max_draft_tokens > 0)
         rows.append(_ragged_row(entry, reads))
+    of_prompts = any(map(wants_prompt_logits, entries))
+    if argmax and hidden is None and not of_prompts and target.runs_greedy(sum(len(row.token_ids) for row in rows)):
+        return TargetPass(target.greedy(rows, vocab_size)[0], {}, {})
     cache = target.kv_cache
     batch = pack(rows, cache.block_size, target.model.device, cache.block_stride)
-    of_prompts = any(map(wants_prompt_logits, entries))
     output = target.forward(batch, argmax_of=vocab_size if argmax and not of_prompts else None, hidden=hidden)
     hidden_states = _by_sequence(entries, rows, output)
     if output.argmax is not None:

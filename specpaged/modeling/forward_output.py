@@ -16,11 +16,26 @@ class Argmax(NamedTuple):
     token_ids: Tensor  # [M] int64; of equals the lowest, and any id where not ok
     ok: Tensor  # [M] bool: False where the row's maximum is NaN or -inf
 
+    def on_host(self) -> tuple[list[int], list[bool]]:
+        """Both as lists; waits for the device."""
+        return self.token_ids.tolist(), self.ok.tolist()
+
     @classmethod
     def of(cls, logits: Tensor) -> Argmax:
         """The argmax of logits [M, V]."""
         values, token_ids = logits.max(dim=-1)
         return cls(token_ids, values > float("-inf"))
+
+
+class GreedyTokens(NamedTuple):
+    """The most likely token of each row, on the host already."""
+
+    token_ids: list[int]  # [M]; of equals the lowest
+    logprobs: list[float]  # [M]: NaN where a row has a NaN or is -inf everywhere; elsewhere its log-softmax, if wanted
+
+    def on_host(self) -> tuple[list[int], list[bool]]:
+        """As Argmax has it."""
+        return self.token_ids, [logprob == logprob for logprob in self.logprobs]
 
 
 class DraftedTokens(NamedTuple):

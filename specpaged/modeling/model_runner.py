@@ -11,9 +11,16 @@ from torch import Tensor
 
 from specpaged.modeling.attention.new_pass import new_pass
 from specpaged.modeling.cuda_graphs import CudaGraphs
-from specpaged.modeling.forward_output import Argmax, DraftedTokens, ForwardOutput, ForwardRequest, HiddenStatesRequest
+from specpaged.modeling.forward_output import (
+    Argmax,
+    DraftedTokens,
+    ForwardOutput,
+    ForwardRequest,
+    GreedyTokens,
+    HiddenStatesRequest,
+)
 from specpaged.modeling.loaded_model import LoadedModel
-from specpaged.modeling.ragged_batch import RaggedBatch
+from specpaged.modeling.ragged_batch import RaggedBatch, RaggedRow
 from specpaged.paging.kv_cache import KVCache
 from specpaged.speculation.stop_rule import StopRule
 
@@ -67,23 +74,14 @@ class ModelRunner:
 
     @torch.inference_mode()
     def greedy_steps(
-        self,
-        batches: Sequence[RaggedBatch],
-        source_idx: Sequence[Tensor | None],
-        vocab_size: int,
-        stop_rule: StopRule | None = None,
+        self, batches: Sequence[RaggedBatch], source_idx: Sequence[Tensor | None], vocab_size: int
     ) -> list[DraftedTokens]:
         """Passes of which each runs the most likely tokens of the one before, among the first vocab_size ids.
 
         The first one runs its own `token_ids`, which the others need not have. Row n of pass s runs what row
-        source_idx[s][n] ([N] int64) of pass s - 1's logits came to; None: row n. Returns what each pass finds. With a
-        `stop_rule` there are fewer where it says so; its rows are the first of the first pass's logits, and none but
-        those go on. Where passes are not made in one call it is not asked: nobody waits for a device to know.
+        source_idx[s][n] ([N] int64) of pass s - 1's logits came to; None: row n. Returns what each pass finds. Nobody
+        waits for a device between them.
         """
-        decoder = self.model.decoder
-        if self.greedy_steps_in_one_call(batches[0].num_tokens):
-            self._check_threads()
-            return decoder.greedy_steps(batches, source_idx, self.kv_cache.layers, vocab_size, stop_rule)
         drafted: list[DraftedTokens] = []
         for batch, rows in zip(batches, source_idx, strict=True):
             if drafted:
@@ -92,10 +90,29 @@ class ModelRunner:
             drafted.append(DraftedTokens.of(self.forward(batch).logits[:, :vocab_size]))
         return drafted
 
-    def greedy_steps_in_one_call(self, num_rows: int) -> bool:
-        """Whether passes of up to num_rows rows are made in one call into the kernels."""
-        in_one_call = getattr(self.model.decoder, "runs_greedy_steps", None)
-        return in_one_call is not None and self.model.backend == "cpp" and in_one_call(num_rows)
+    def runs_greedy(self, num_rows: int) -> bool:
+        """Whether `greedy` makes passes of up to num_rows rows: where they are one call into our kernels."""
+        runs = getattr(self.model.decoder, "runs_greedy", None)
+        return runs is not None and self.model.backend == "cpp" and runs(num_rows)
+
+    def greedy(
+        self,
+        rows: Sequence[RaggedRow],
+        num_ids: int,
+        num_further: Sequence[int] | None = None,
+        *,
+        wants_logprobs: bool = False,
+        stop_rule: StopRule | None = None,
+    ) -> list[GreedyTokens]:
+        """The most likely token, of the first num_ids ids, behind each of a row's last `num_logits` tokens.
+
+        And, where a row wants `num_further` tokens, in further passes what follows the last one found: its page table
+        has slots for all of these but the last. Returns what each pass finds. With a `stop_rule`, which is for the
+        first rows, and no others go on, there are fewer passes where it says so. Only where it `runs_greedy`.
+        """
+        self._check_threads()
+        further = [0] * len(rows) if num_further is None else num_further
+        return self.model.decoder.greedy(rows, self.kv_cache, num_ids, further, wants_logprobs, stop_rule)
 
     def _check_threads(self) -> None:
         model = self.model

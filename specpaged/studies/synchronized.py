@@ -18,7 +18,7 @@ def synchronize(llm: LLM) -> None:
         return
     for runner in (engine.target, engine.draft):
         if runner is not None:
-            for name in ("forward", "greedy_steps"):
+            for name in ("forward", "greedy", "greedy_steps"):
                 setattr(runner, name, waiting(getattr(runner, name), device))
     for name in ("place", "realign"):
         setattr(engine.kv_layout, name, waiting(getattr(engine.kv_layout, name), device))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from specpaged.modeling.forward_output import Argmax
+from specpaged.modeling.forward_output import Argmax, GreedyTokens
 from specpaged.sampling.batch import SamplingBatch
 from specpaged.sampling.logprobs import TokenLogprobs, token_logprobs
 from specpaged.verification.greedy import accept_matching
@@ -50,14 +50,16 @@ class Verifier(ABC):
 
     name: str
 
-    def verify(self, logits: Tensor | Argmax, draft: DraftOutput, sampling: SamplingBatch) -> VerifyOutput:
+    def verify(
+        self, logits: Tensor | Argmax | GreedyTokens, draft: DraftOutput, sampling: SamplingBatch
+    ) -> VerifyOutput:
         """Verify `logits` [M, V] fp32: len(draft.token_ids[i]) + 1 rows of sequence i, in order.
 
         Where `sampling.takes_argmax` and nobody wants log-probabilities, their argmax will do: what verifiers differ in
         is how they treat chance. A draft without probabilities (`draft.probs[i]` is None) was certain of its tokens.
         """
-        if isinstance(logits, Argmax):
-            matched = accept_matching(draft.token_ids, logits.token_ids.tolist(), logits.ok.tolist())
+        if isinstance(logits, (Argmax, GreedyTokens)):
+            matched = accept_matching(draft.token_ids, *logits.on_host())
             return VerifyOutput(*matched, [None] * len(draft.token_ids))
         request_idx, num_drafts_seen = verify_rows(draft.token_ids)
         processed = sampling.process(logits, request_idx, num_drafts_seen, draft.token_ids)

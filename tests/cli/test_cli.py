@@ -330,10 +330,10 @@ def test_verify_finds_logits_that_depend_on_the_batch(specpaged, prompts, monkey
     """Numerics at fault, not bookkeeping: in plain passes of more than three rows, the token beside the best wins."""
     verify = CoupledVerifier.verify
 
-    def inexact(self, argmax, draft, sampling):
+    def inexact(self, found, draft, sampling):
         if len(draft.token_ids) > 3 and not any(draft.token_ids):
-            argmax = argmax._replace(token_ids=argmax.token_ids ^ 1)
-        return verify(self, argmax, draft, sampling)
+            found = found._replace(token_ids=[token_id ^ 1 for token_id in found.token_ids])
+        return verify(self, found, draft, sampling)
 
     monkeypatch.setattr(CoupledVerifier, "verify", inexact)
     result = specpaged("verify", "--prompts", prompts, "--plain-batch", "--json", *SHORT)
@@ -407,17 +407,17 @@ def test_numbers_below_their_minimum_exit_with_2(specpaged, prompts, flag):
 
 
 def test_a_request_that_fails_among_others_is_told_and_exits_with_1(specpaged, prompts, tmp_path, monkeypatch):
-    forward = ModelRunner.forward
+    greedy = ModelRunner.greedy
     poisoned = []
 
-    def poison(self, batch, **options):
-        output = forward(self, batch, **options)
-        if output.argmax is not None and not poisoned:
+    def poison(self, rows, *arguments, **options):
+        found = greedy(self, rows, *arguments, **options)
+        if not poisoned:
             poisoned.append(True)
-            output.argmax.ok[0] = False
-        return output
+            found[0].logprobs[0] = float("nan")
+        return found
 
-    monkeypatch.setattr(ModelRunner, "forward", poison)
+    monkeypatch.setattr(ModelRunner, "greedy", poison)
     output = tmp_path / "completions.jsonl"
     result = specpaged("generate", "--prompts", prompts, "--output", output, "--num-speculative-tokens", 0, *SHORT)
     assert result.exit_code == 1

@@ -62,6 +62,7 @@ class Saboteur:
             "place": (engine.kv_layout, "place"),
             "score": (step, "score"),
             "pass": (engine.target, "forward"),
+            "greedy passes": (engine.target, "greedy"),
             "verify": (step, "verify"),
             "commit": (step, "commit"),
             "realign": (engine.kv_layout, "realign"),
@@ -246,7 +247,7 @@ def run_history(seed: int, pair: toys.Pair, plain: LLM, num_requests: int = 6, n
             assert outcome(output) == outcome(plainly), f"request {i}"
         else:
             # A pass that fails for all, if for another one's sake, then for this one alone, has failed for it twice.
-            twice = sum(saboteur.failed[name] for name in ("score", "pass", "verify", "poison")) > 1
+            twice = sum(saboteur.failed[name] for name in ("score", "pass", "greedy passes", "verify", "poison")) > 1
             poisoned = str(i) == saboteur.poisoned and "Sabotage: poison at" in output.error
             assert poisoned or (twice and "Sabotage: be" in output.error), f"request {i}: {output.error}"
             for completion, whole in zip(output.outputs, plainly.outputs, strict=True):

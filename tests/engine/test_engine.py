@@ -230,13 +230,13 @@ def test_a_draft_that_was_left_behind_catches_up(toy_pair):
 def test_decoding_with_k_zero_never_runs_the_draft(toy_pair, monkeypatch):
     llm = make_llm(toy_pair, speculative={"num_speculative_tokens_per_batch_size": [[2, 64, 5]]})
     passes = []
-    forward = llm.engine.draft.forward
+    greedy = llm.engine.draft.greedy
 
-    def counting(batch, **options):
-        passes.append(batch.num_tokens)
-        return forward(batch, **options)
+    def counting(rows, *arguments, **options):
+        passes.append(rows)
+        return greedy(rows, *arguments, **options)
 
-    monkeypatch.setattr(llm.engine.draft, "forward", counting)
+    monkeypatch.setattr(llm.engine.draft, "greedy", counting)
     generate(llm, toys.prompts(1), SamplingParams(max_tokens=20, **GREEDY))
     assert len(passes) == 1  # behind the prefill, which others may share
     opted_out = SamplingParams(max_tokens=20, extra_args={"num_speculative_tokens": 0}, **GREEDY)
@@ -372,15 +372,15 @@ def test_a_nan_in_a_prefill_does_not_stay_in_the_prefix_cache(toy_pair, plain, m
     prompt = toys.prompts(1, shortest=40, longest=40)[0]
     params = SamplingParams(max_tokens=8, **GREEDY)
     llm = make_llm(toy_pair, k=0, block_size=4, max_num_batched_tokens=16, enable_prefix_caching=True)
-    cache, forward = llm.engine.target.kv_cache, llm.engine.target.forward
+    cache, greedy = llm.engine.target.kv_cache, llm.engine.target.greedy
 
-    def forward_once_broken(batch, **options):
-        output = forward(batch, **options)
-        cache.layers[0][batch.slot_mapping[:1]] = float("nan")
-        monkeypatch.setattr(llm.engine.target, "forward", forward)
-        return output
+    def once_broken(rows, *arguments, **options):
+        found = greedy(rows, *arguments, **options)
+        cache.layers[0][rows[0].blocks[0] * 4 + rows[0].context_len] = float("nan")
+        monkeypatch.setattr(llm.engine.target, "greedy", greedy)
+        return found
 
-    monkeypatch.setattr(llm.engine.target, "forward", forward_once_broken)
+    monkeypatch.setattr(llm.engine.target, "greedy", once_broken)
     with pytest.raises(RuntimeError, match="NaN"):
         generate(llm, prompt, params)
     assert token_ids(generate(llm, prompt, params)) == token_ids(generate(plain, prompt, params))

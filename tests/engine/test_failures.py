@@ -336,7 +336,7 @@ def test_an_interrupted_step_leaves_requests_that_go_on(tokenizer_pair, monkeypa
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(engine.target, "forward", interrupted)
+        patched.setattr(engine.target, "greedy", interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.step()
     outputs = {}

@@ -76,8 +76,8 @@ def test_blocks_of_a_request_of_one_token_hold_the_drafts_kv(toy_pair, plain):
 
 def test_nothing_is_run_for_a_request_of_one_token_whose_blocks_nobody_shares(toy_pair, monkeypatch):
     llm, passes = self_drafting(toy_pair), []
-    forward = llm.engine.draft.forward
-    monkeypatch.setattr(llm.engine.draft, "forward", lambda batch: passes.append(batch) or forward(batch))
+    for name in ("forward", "greedy"):
+        monkeypatch.setattr(llm.engine.draft, name, lambda *arguments, **_: passes.append(arguments))
     generate(llm, toys.prompts(3), SamplingParams(max_tokens=1, **GREEDY))
     assert not passes
 

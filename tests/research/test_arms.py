@@ -6,7 +6,7 @@ import pytest
 
 from specpaged import SamplingParams
 from specpaged.verification.base import VerifyOutput
-from tests.poison import spoiled
+from tests.poison import spoil_logits
 from tests.research.engines import (
     DENSE,
     PAIRS,
@@ -71,7 +71,7 @@ def test_nan_of_one_request_stays_its_own(toy_pair, monkeypatch):
                         if table[0] == first:
                             rows.fill_(float("nan"))
 
-        monkeypatch.setattr(engine.target, "forward", spoiled(engine.target.forward, spoil))
+        spoil_logits(engine.target, spoil, monkeypatch)
         outputs = llm.generate(prompts, params, use_tqdm=False)
         assert "NaN" in outputs[1].error
         assert [outputs[i].outputs[0].token_ids for i in (0, 2)] == [expected[0], expected[2]]
@@ -175,7 +175,7 @@ def test_a_prompt_of_one_token_whose_drafts_spoil_it_is_run_again(toy_pair, sche
                 rows.fill_(float("nan"))
                 lengths.append(length)
 
-    monkeypatch.setattr(llm.engine.target, "forward", spoiled(llm.engine.target.forward, spoil))
+    spoil_logits(llm.engine.target, spoil, monkeypatch)
     outputs = llm.generate(prompts, params, use_tqdm=False)
     assert [output.outputs[0].token_ids for output in outputs] == expected
     assert lengths == [4]  # and drafts no more

@@ -1,10 +1,10 @@
-// A whole pass of a decoder in one call, and several of them: the operations of the other files, one after the other.
+// A whole pass of a decoder in one call: the operations of the other files, one after the other.
 //
 // What a pass costs beyond its matrix products and its attention is the calls between them; here there is one.
 
+#pragma once
+
 #include <algorithm>
-#include <numeric>
-#include <optional>
 #include <vector>
 
 #include "linear.cpp"
@@ -166,169 +166,17 @@ void forward(const Decoder& decoder, Pass pass, void* const* pools, const int64_
     apply(normed, decoder.output, nullptr, hidden, decoder.vocab_size, logits);
 }
 
-struct Step {
-    Pass call;
-    const int64_t *positions, *logits_idx;  // [num_rows]; [num_logits], or null where that is all rows
-    const int64_t* source_idx;              // [num_rows]: the logits of the step before that a row continues; null: row
-    int64_t num_logits;
-    int64_t* token_ids;                     // [num_logits]: found, the most likely ones
-    float* logprobs;                        // [num_logits]: found, their log-softmax
-};
-
-// Whether all indices of a pass lie in their tables; token_ids may be null, where they are a pass's own.
+// Whether all indices of a pass lie in their tables.
 inline int outside(const Decoder& decoder, const Pass& pass, const int64_t* token_ids, const int64_t* positions,
                    const int64_t* logits_idx, int64_t num_logits, const HiddenStates* hidden_states) {
     const int status = outside(pass);
     if (status != OK) return status;
-    if (token_ids && !all_below(token_ids, pass.num_rows, decoder.vocab_size)) return TOKEN_IDS;
+    if (!all_below(token_ids, pass.num_rows, decoder.vocab_size)) return TOKEN_IDS;
     if (!all_below(positions, pass.num_rows, decoder.num_positions)) return POSITIONS;
     if (logits_idx && !all_below(logits_idx, num_logits, pass.num_rows)) return LOGITS_IDX;
     if (!hidden_states) return OK;
     if (!all_below(hidden_states->rows, hidden_states->num_rows, pass.num_rows)) return HIDDEN_IDX;
     if (!all_below(hidden_states->layers, hidden_states->num_layers, decoder.num_layers)) return LAYER_INPUTS;
-    return OK;
-}
-
-// Where the largest of values [size] is; of equals the first, 0 where all are -inf. NaN is passed over.
-template <typename T>
-int64_t largest(const T* values, int64_t size) {
-    Floats best = splat(-INFINITY);  // of each lane
-    Ints starts = {};                // of the vector that it comes from
-    int64_t i = 0;
-    for (; i + LANES <= size; i += LANES) {
-        const Floats x = load(values + i);
-        const Ints more = x > best;
-        best = more ? x : best;
-        starts = more ? Ints{} + int32_t(i) : starts;
-    }
-    float most = -INFINITY;
-    int64_t found = 0;
-    for (int lane = 0; lane < LANES; ++lane) {
-        const int64_t idx = starts[lane] + lane;
-        if (best[lane] > most || (best[lane] == most && idx < found)) {
-            most = best[lane];
-            found = idx;
-        }
-    }
-    for (; i < size; ++i)
-        if (to_float(values[i]) > most) {
-            most = to_float(values[i]);
-            found = i;
-        }
-    return found;
-}
-
-// The log-softmax of the largest of logits [size].
-template <typename T>
-float largest_logprob(const T* logits, int64_t size, float largest) {
-    Floats sums = {};
-    int64_t i = 0;
-    for (; i + LANES <= size; i += LANES) sums += exp(load(logits + i) - splat(largest));
-    float total = sum(sums);
-    for (; i < size; ++i) total += exp(to_float(logits[i]) - largest);
-    return -std::log(total);
-}
-
-// No step follows that is not worth its time. Chance i: that all tokens found so far stand, from rule row i on, which
-// is row i of the first step's logits. The next step is worth it while the sum over its rows of
-// max(0, chance * expected - row_tokens) is above pass_tokens.
-struct StopRule {
-    double slope, row_tokens, pass_tokens;
-    const double* intercepts;  // [num_intercepts] by step; the last one serves for all further ones
-    int64_t num_intercepts;
-    const double *leads, *expected;  // [num_rows]
-    int64_t num_rows;
-};
-
-class Stopping {
-public:
-    explicit Stopping(const StopRule& rule)
-        : rule(rule), chances(size_t(rule.num_rows), 1.0), owners(size_t(rule.num_rows)) {
-        std::iota(owners.begin(), owners.end(), 0);
-    }
-
-    // Whether step s + 1 is worth it, now that step s is done.
-    bool goes_on(const Step* steps, int64_t s) {
-        const double intercept = rule.intercepts[std::min(s, rule.num_intercepts - 1)];
-        for (size_t row = 0; row < owners.size(); ++row) {
-            const int64_t owner = owners[row];
-            const double x = logit(double(steps[s].logprobs[row]));
-            const double value = rule.slope * x + intercept + rule.leads[owner];
-            chances[size_t(owner)] *= x == x ? 1.0 / (1.0 + std::exp(-value)) : 0.0;
-        }
-        const Step& next = steps[s + 1];
-        std::vector<int64_t> going(size_t(next.call.num_rows)), found(size_t(next.num_logits));
-        for (size_t row = 0; row < going.size(); ++row)
-            going[row] = owners[size_t(next.source_idx ? next.source_idx[row] : int64_t(row))];
-        double gain = 0.0;
-        for (const int64_t owner : going)
-            gain += std::max(0.0, chances[size_t(owner)] * rule.expected[owner] - rule.row_tokens);
-        for (size_t row = 0; row < found.size(); ++row)
-            found[row] = going[size_t(next.logits_idx ? next.logits_idx[row] : int64_t(row))];
-        owners.swap(found);
-        return gain > rule.pass_tokens;
-    }
-
-private:
-    // log(p / (1 - p)) of the logarithm of p, cut off at +-6; NaN of NaN.
-    static double logit(double logprob) {
-        if (logprob != logprob) return logprob;
-        const double p = std::exp(std::min(0.0, logprob));
-        if (!(p > 0.00248 && p < 0.99752)) return p < 0.5 ? -6.0 : 6.0;
-        return std::log(p / (1.0 - p));
-    }
-
-    const StopRule& rule;
-    std::vector<double> chances;
-    std::vector<int64_t> owners;  // of the rows of logits of the last step: rows of the rule
-};
-
-// Each step runs the most likely tokens of the step before; the first one runs token_ids. With a rule there may be
-// fewer than num_steps: num_done says how many.
-template <typename T>
-int greedy_steps(const Decoder& decoder, const Step* steps, int64_t num_steps, void* const* pools,
-                 const int64_t* token_ids, int64_t num_ids, const StopRule* rule, int64_t* num_done) {
-    if (num_ids < 1 || num_ids > decoder.vocab_size) return VOCAB_SIZE;
-    if (rule && (rule->num_intercepts < 1 || num_steps < 1 || rule->num_rows > steps[0].num_logits)) return SOURCE_IDX;
-    for (int64_t s = 0; s < num_steps; ++s) {
-        const Step& step = steps[s];
-        const int64_t num_rows = step.call.num_rows;
-        const int64_t num_sources = s == 1 && rule ? rule->num_rows : s ? steps[s - 1].num_logits : num_rows;
-        if (step.source_idx ? !all_below(step.source_idx, num_rows, num_sources) : num_rows != num_sources)
-            return SOURCE_IDX;
-        const int status = outside(decoder, step.call, s ? nullptr : token_ids, step.positions, step.logits_idx,
-                                   step.num_logits, nullptr);
-        if (status != OK) return status;
-    }
-    std::vector<int64_t> continued;
-    std::vector<T> logits;
-    std::optional<Stopping> stopping;
-    if (rule) stopping.emplace(*rule);
-    *num_done = num_steps;
-    for (int64_t s = 0; s < num_steps; ++s) {
-        const Step& step = steps[s];
-        if (s) {
-            const Step& before = steps[s - 1];
-            const int64_t num_rows = step.call.num_rows, *source_idx = step.source_idx;
-            continued.resize(size_t(num_rows));
-            for (int64_t row = 0; row < num_rows; ++row)
-                continued[size_t(row)] = before.token_ids[source_idx ? source_idx[row] : row];
-            token_ids = continued.data();
-        }
-        logits.resize(size_t(step.num_logits * decoder.vocab_size));
-        forward(decoder, step.call, pools, token_ids, step.positions, step.logits_idx, step.num_logits, logits.data(),
-                nullptr);
-        for (int64_t row = 0; row < step.num_logits; ++row) {
-            const T* values = logits.data() + row * decoder.vocab_size;
-            const int64_t best = largest(values, num_ids);
-            step.token_ids[row] = best;
-            step.logprobs[row] = largest_logprob(values, num_ids, to_float(values[best]));
-        }
-        if (stopping && s + 1 < num_steps && !stopping->goes_on(steps, s)) {
-            *num_done = s + 1;
-            return OK;
-        }
-    }
     return OK;
 }
 
@@ -348,13 +196,6 @@ int greedy_steps(const Decoder& decoder, const Step* steps, int64_t num_steps, v
             forward(*decoder, *pass, pools, token_ids, positions, logits_idx, num_logits, (TYPE*)logits,              \
                     hidden_states);                                                                                   \
             return int(OK);                                                                                           \
-        });                                                                                                           \
-    }                                                                                                                 \
-    extern "C" int greedy_steps_##SUFFIX(const Decoder* decoder, const Step* steps, int64_t num_steps,                \
-                                         void* const* pools, const int64_t* token_ids, int64_t num_ids,               \
-                                         const StopRule* rule, int64_t* num_done) {                                   \
-        return guarded([&] {                                                                                          \
-            return greedy_steps<TYPE>(*decoder, steps, num_steps, pools, token_ids, num_ids, rule, num_done);         \
         });                                                                                                           \
     }
 

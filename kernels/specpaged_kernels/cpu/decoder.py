@@ -1,4 +1,4 @@
-"""A pass of a whole decoder on a CPU: see decoder.cpp."""
+"""Passes of a whole decoder on a CPU: see decoder.cpp and greedy.cpp."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from torch import Tensor
 from specpaged_kernels.cpu.library import INT, POINTER, SIZE
 from specpaged_kernels.cpu.library import functions as library_functions
 from specpaged_kernels.cpu.linear import STORAGE
-from specpaged_kernels.cpu.paged_attention import Pass
 
 LAYER_WEIGHTS = ("qkv", "o", "gate_up", "down")
 LAYER_POINTERS = (
@@ -73,17 +72,6 @@ class HiddenStates(ctypes.Structure):
     ]
 
 
-class Step(ctypes.Structure):
-    """The struct of the same name in the C++ file."""
-
-    _fields_ = [
-        ("call", Pass),
-        *((name, ctypes.c_void_p) for name in ("positions", "logits_idx", "source_idx")),
-        ("num_logits", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("token_ids", "logprobs")),
-    ]
-
-
 class StopRule(ctypes.Structure):
     """The struct of the same name in the C++ file."""
 
@@ -92,7 +80,7 @@ class StopRule(ctypes.Structure):
         ("intercepts", ctypes.POINTER(ctypes.c_double)),
         ("num_intercepts", ctypes.c_int64),
         *((name, ctypes.POINTER(ctypes.c_double)) for name in ("leads", "expected")),
-        ("num_rows", ctypes.c_int64),
+        ("num_seqs", ctypes.c_int64),
     ]
 
 
@@ -104,5 +92,6 @@ def functions() -> dict:
 
 @functools.cache
 def greedy_functions() -> dict:
-    """Passes of which each runs the most likely tokens of the one before, in each dtype. Raises BuildError."""
-    return library_functions("greedy_steps", [POINTER, POINTER, SIZE, POINTER, POINTER, SIZE, POINTER, POINTER], INT)
+    """Passes over what sequences have to run, then over each token found, in each dtype. Raises BuildError."""
+    arguments = [POINTER, POINTER, POINTER, POINTER, SIZE, SIZE, SIZE, INT, POINTER, POINTER, POINTER, POINTER]
+    return library_functions("greedy", arguments, INT)

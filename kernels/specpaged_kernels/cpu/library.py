@@ -13,11 +13,11 @@ from torch import Tensor
 from specpaged_kernels.cpu.build import BuildError, load
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-SOURCE = Path(__file__).with_name("decoder.cpp")  # which includes the others
+SOURCE = Path(__file__).with_name("greedy.cpp")  # which includes the others
 
 # Of status.h: what leads outside of its table.
 _OUTSIDE = (
-    None, "token_ids", "positions", "logits_idx", "source_idx", "vocab_size", "hidden_idx", "layer_inputs",
+    None, "token_ids", "positions", "logits_idx", "stop_rule", "vocab_size", "hidden_idx", "layer_inputs",
     "slot_mapping", "page_table", "cu_query_lens", "context_lens",
 )  # fmt: skip
 _OUT_OF_MEMORY = len(_OUTSIDE)

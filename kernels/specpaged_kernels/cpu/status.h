@@ -16,7 +16,7 @@ enum Status : int {
     TOKEN_IDS = 1,
     POSITIONS = 2,
     LOGITS_IDX = 3,
-    SOURCE_IDX = 4,
+    STOP_RULE = 4,
     VOCAB_SIZE = 5,
     HIDDEN_IDX = 6,
     LAYER_INPUTS = 7,

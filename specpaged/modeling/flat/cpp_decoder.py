@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import weakref
+from array import array
 from collections.abc import Sequence
 
 import torch
@@ -15,9 +17,10 @@ from specpaged.modeling.attention.cpp_pass import CppPass
 from specpaged.modeling.flat.config import FlatConfig
 from specpaged.modeling.flat.decoder import FlatDecoder
 from specpaged.modeling.flat.row_wise import CppGate
-from specpaged.modeling.forward_output import DraftedTokens, ForwardOutput, ForwardRequest, HiddenStates
+from specpaged.modeling.forward_output import ForwardOutput, ForwardRequest, GreedyTokens, HiddenStates
 from specpaged.modeling.linear import CPP_ROWS, CppKernel, FastLinear, RowExactLinear
-from specpaged.modeling.ragged_batch import RaggedBatch
+from specpaged.modeling.ragged_batch import RaggedBatch, RaggedRow
+from specpaged.paging.kv_cache import PagedKVCache
 from specpaged.speculation.stop_rule import StopRule
 from specpaged_kernels.cpu import decoder as kernel
 from specpaged_kernels.cpu.library import check_status, check_tensor
@@ -39,6 +42,7 @@ class CppDecoder(nn.Module):
         self._function = kernel.functions()[decoder.dtype]
         self._greedy_function = kernel.greedy_functions()[decoder.dtype]
         self._seen: list[tuple[weakref.ref, int]] = []  # the pools of the last pass, and their addresses
+        self._geometry_of: tuple[Tensor | None, Pass] = None, Pass()
         self._layers = (kernel.Layer * len(decoder.layers))()
         for layer, part in zip(self._layers, decoder.layers, strict=True):
             for name in kernel.LAYER_WEIGHTS:
@@ -99,45 +103,50 @@ class CppDecoder(nn.Module):
         check_status(status)
         return ForwardOutput(self.decoder.finished(logits), None, hidden_states)
 
-    def runs_greedy_steps(self, num_rows: int) -> bool:
-        """Whether passes of up to num_rows rows can be made in one call by `greedy_steps`."""
+    def runs_greedy(self, num_rows: int) -> bool:
+        """Whether `greedy` can make passes of up to num_rows rows."""
         return self.decoder.keeps_order and (self.most_rows is None or num_rows <= self.most_rows)
 
-    def greedy_steps(
+    def greedy(
         self,
-        batches: Sequence[RaggedBatch],
-        source_idx: Sequence[Tensor | None],
-        kv_layers: Sequence[Tensor],
-        vocab_size: int,
-        stop_rule: StopRule | None = None,
-    ) -> list[DraftedTokens]:
-        """What ModelRunner.greedy_steps says, on the layers' pools [P * S, 2, Hkv, D]."""
-        sizes = [batch.logits_idx.numel() for batch in batches]
-        token_ids = torch.empty(sum(sizes), dtype=torch.int64).split_with_sizes(sizes)
-        logprobs = torch.empty(sum(sizes), dtype=torch.float32).split_with_sizes(sizes)
-        drafted = [DraftedTokens(*tensors) for tensors in zip(token_ids, logprobs, strict=True)]
-        pools = self._pools(kv_layers)
-        steps = (kernel.Step * len(batches))()
-        for step, batch, rows, output in zip(steps, batches, source_idx, drafted, strict=True):
-            step.call = self._call(batch, batch.positions.numel())  # a batch has no tokens of its own but for the first
-            check_tensor("positions", batch.positions, batch.positions.shape, torch.int64)
-            check_tensor("logits_idx", batch.logits_idx, batch.logits_idx.shape, torch.int64)
-            check_tensor("source_idx", rows, batch.positions.shape, torch.int64)
-            step.positions = batch.positions.data_ptr()
-            step.logits_idx = batch.logits_idx.data_ptr()
-            step.source_idx = None if rows is None else rows.data_ptr()
-            step.num_logits = batch.logits_idx.numel()
-            step.token_ids, step.logprobs = output.token_ids.data_ptr(), output.logprobs.data_ptr()
-        check_tensor("token_ids", batches[0].token_ids, batches[0].positions.shape, torch.int64)
+        rows: Sequence[RaggedRow],
+        kv_cache: PagedKVCache,
+        num_ids: int,
+        num_further: Sequence[int],
+        wants_logprobs: bool,
+        stop_rule: StopRule | None,
+    ) -> list[GreedyTokens]:
+        """What ModelRunner.greedy says. All is asked and answered in ints: tensors would take longer than the call."""
+        ints: list[int] = []
+        counts = [0] * (1 + max(num_further))  # of the tokens that each pass finds
+        for row, further in zip(rows, num_further, strict=True):
+            ints += (len(row.token_ids), row.context_len, row.num_logits, further, len(row.blocks))
+            ints += row.token_ids
+            ints += row.blocks
+            counts[0] += row.num_logits
+            for step in range(further):
+                counts[1 + step] += 1
+        asked = array("q", ints)
+        pools = self._pools(kv_cache.layers)
+        geometry = self._geometry(kv_cache)
+        total = sum(counts)
+        token_ids, logprobs = array("q", bytes(8 * total)), array("f", bytes(4 * total))
         num_done = ctypes.c_int64()
         rule = None if stop_rule is None else _stop_rule(stop_rule)
         status = self._greedy_function(
-            ctypes.addressof(self._struct), ctypes.addressof(steps), len(steps), ctypes.addressof(pools),
-            batches[0].token_ids.data_ptr(), vocab_size, None if rule is None else ctypes.addressof(rule),
-            ctypes.addressof(num_done),
+            ctypes.addressof(self._struct), ctypes.addressof(geometry), ctypes.addressof(pools),
+            asked.buffer_info()[0], len(asked), len(rows), num_ids, wants_logprobs,
+            None if rule is None else ctypes.addressof(rule),
+            token_ids.buffer_info()[0], logprobs.buffer_info()[0], ctypes.addressof(num_done),
         )  # fmt: skip
         check_status(status)
-        return drafted[: num_done.value]
+        found, start = [], 0
+        for count in counts[: num_done.value]:
+            found.append(
+                GreedyTokens(token_ids[start : start + count].tolist(), logprobs[start : start + count].tolist())
+            )
+            start += count
+        return found
 
     def _pools(self, kv_layers: Sequence[Tensor]) -> ctypes.Array:
         """Their addresses. They are looked at once, and again when they are others."""
@@ -160,6 +169,19 @@ class CppDecoder(nn.Module):
             batch.block_size, config.num_heads, config.num_kv_heads, config.head_dim, config.scaling, config.softcap,
             block_stride=batch.block_stride,
         )  # fmt: skip
+
+    def _geometry(self, kv_cache: PagedKVCache) -> Pass:
+        """What all passes on these pools share, behind `_pools`; made anew when they are others."""
+        if self._geometry_of[0] is not kv_cache.layers[0]:
+            config = self.config
+            scaling = 1 / math.sqrt(config.head_dim) if config.scaling is None else config.scaling
+            geometry = Pass(
+                block_size=kv_cache.block_size, block_stride=kv_cache.block_stride, num_slots=self._num_slots,
+                num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
+                num_threads=torch.get_num_threads(), scaling=scaling, softcap=config.softcap or 0.0,
+            )  # fmt: skip
+            self._geometry_of = kv_cache.layers[0], geometry
+        return self._geometry_of[1]
 
 
 def _stop_rule(rule: StopRule) -> kernel.StopRule:

@@ -13,6 +13,7 @@ from specpaged.modeling.loading import load_model
 from specpaged.modeling.model_runner import ModelRunner
 from specpaged.modeling.ragged_batch import RaggedRow, pack
 from specpaged.paging.kv_cache import PagedKVCache
+from specpaged.speculation.stop_rule import StopRule
 from specpaged_kernels.cpu.linear import linear
 from specpaged_kernels.cpu.linear import pack as pack_weight
 from specpaged_kernels.cpu.rowwise import gate, norm_and_rotate, rms_norm
@@ -123,20 +124,53 @@ def unwritten(runner) -> list[torch.Tensor]:
     return [layer.clone() for layer in runner.kv_cache.layers]
 
 
-@pytest.mark.parametrize("step", [0, 1], ids=["first pass", "second pass"])
 @pytest.mark.parametrize("bad", ALL_BAD)
-def test_a_decoders_passes_are_all_looked_at_before_the_first(bad, step, runner):
+def test_a_decoders_tables_are_looked_at_before_it_runs(bad, runner):
     name, change = ALL_BAD[bad]
-    batches = [two_sequences(), pack([RaggedRow([0], 8, [1, 2, 5], 1), RaggedRow([0], 4, [3, 4], 1)], BLOCK_SIZE)]
-    if step == 1 and bad in ("a slot behind the pool", "bounds that fall"):
-        change = {"slot_mapping": lambda x: changed(x, 1, 33 * 4), "cu_query_lens": lambda x: changed(x, 1, 3)}[name]
-    batches[step] = dataclasses.replace(batches[step], **{name: change(getattr(batches[step], name))})
+    batch = two_sequences()
+    batch = dataclasses.replace(batch, **{name: change(getattr(batch, name))})
     before = unwritten(runner)
     with refused(bad):
-        runner.greedy_steps(batches, [None, None], runner.model.vocab_size)
-    if step == 0:
-        with refused(bad):
-            runner.forward(batches[0])
+        runner.forward(batch)
+    assert all(map(torch.equal, before, runner.kv_cache.layers))
+
+
+@pytest.mark.parametrize(
+    ("row", "further", "name"),
+    [
+        (RaggedRow([5, -1], 0, [1, 2], 1), 0, "token_ids"), (RaggedRow([5, 10_000], 0, [1, 2], 1), 0, "token_ids"),
+        (RaggedRow([], 0, [1, 2], 0), 0, "token_ids"), (RaggedRow([5, 6], 0, [1, 2], 3), 0, "logits_idx"),
+        (RaggedRow([5, 6], 0, [1, 2], -1), 0, "logits_idx"), (RaggedRow([5, 6], 0, [1, 2], 0), 1, "logits_idx"),
+        (RaggedRow([5, 6], 0, [1, 2], 1), -1, "logits_idx"), (RaggedRow([5, 6], -1, [1, 2], 1), 0, "context_lens"),
+        (RaggedRow([5, 6], 7, [1, 2], 1), 0, "context_lens"), (RaggedRow([5, 6], 5, [1, 2], 1), 2, "context_lens"),
+        (RaggedRow([5, 6], 2**40, [1, 2], 1), 0, "context_lens"), (RaggedRow([5, 6], 0, [1, 2], 1), 63, "positions"),
+        (RaggedRow([5, 6], 63, [1] * 17, 1), 0, "positions"), (RaggedRow([5, 6], 6, [1, 9], 1), 0, "page_table"),
+        (RaggedRow([5, 6], 6, [-1, 2], 1), 0, "page_table"), (RaggedRow([5, 6], 5, [1, 2, 2**62], 1), 2, "page_table"),
+    ],
+)  # fmt: skip
+def test_what_sequences_run_is_looked_at_before_anything_runs(row, further, name, runner):
+    before = unwritten(runner)
+    good = RaggedRow([7], 3, [3, 4], 1)
+    for rows, counts in (([row, good], [further, 0]), ([good, row], [0, further])):
+        with pytest.raises(IndexError, match=f"^{name} leads outside of its table$"):
+            runner.model.decoder.greedy(rows, runner.kv_cache, runner.model.vocab_size, counts, False, None)
+    assert all(map(torch.equal, before, runner.kv_cache.layers))
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [({"num_ids": 0}, "vocab_size"), ({"num_ids": 10_000}, "vocab_size"), ({"leads": 3}, "stop_rule"),
+     ({"leads": 1}, "stop_rule"), ({"num_logits": 0}, "stop_rule")],
+)  # fmt: skip
+def test_a_rule_is_for_the_first_sequences_and_for_all_that_go_on(change, name, runner):
+    """Of two sequences, which both go on."""
+    options = {"num_ids": 5, "leads": 2, "num_logits": 1} | change
+    num_seqs, num_logits = options["leads"], options["num_logits"]
+    rule = StopRule(1.0, [0.0], [0.0] * num_seqs, [1.0] * num_seqs, 0.0, 0.0)
+    rows = [RaggedRow([7], 2, [3, 4], 1), RaggedRow([7], 2, [1, 2], num_logits)]
+    before = unwritten(runner)
+    with pytest.raises(IndexError, match=f"^{name} leads outside of its table$"):
+        runner.greedy(rows, options["num_ids"], [1, num_logits], stop_rule=rule)
     assert all(map(torch.equal, before, runner.kv_cache.layers))
 
 
@@ -156,16 +190,9 @@ def test_a_decoders_passes_are_all_looked_at_before_the_first(bad, step, runner)
 def test_a_decoders_rows_are_looked_at(name, value, error, runner):
     batch = dataclasses.replace(two_sequences(), **{name: value})
     before = unwritten(runner)
-    for call in (lambda: runner.greedy_steps([batch], [None], runner.model.vocab_size), lambda: runner.forward(batch)):
-        with pytest.raises(error, match=name):
-            call()
+    with pytest.raises(error, match=name):
+        runner.forward(batch)
     assert all(map(torch.equal, before, runner.kv_cache.layers))
-
-
-def test_a_proposals_indices_lie_together(runner):
-    batch = dataclasses.replace(two_sequences(), logits_idx=apart(torch.tensor([1, 2])))
-    with pytest.raises(ValueError, match=r"^logits_idx is .*, strides"):
-        runner.greedy_steps([batch], [None], runner.model.vocab_size)
 
 
 @pytest.mark.parametrize("change", [torch.Tensor.double, lambda x: x[:, :1], lambda x: apart(x)])
@@ -177,6 +204,8 @@ def test_a_decoder_takes_pools_of_its_own_shape_alone(change, runner):
     try:
         with pytest.raises(ValueError, match=r"^kv_layers is .*; allowed: "):
             runner.forward(two_sequences())
+        with pytest.raises(ValueError, match=r"^kv_layers is .*; allowed: "):
+            runner.greedy([RaggedRow([7], 3, [3, 4], 1)], 5)
     finally:
         layers[1] = kept
     runner.forward(two_sequences())
