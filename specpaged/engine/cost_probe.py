@@ -42,8 +42,8 @@ _FEW = 8  # sequences, whose proposals take a time that hardly depends on how ma
 _FURTHER = NUM_NEW - 1  # passes of a proposal behind its first one, timed together
 _GREEDY = SamplingRequest(SamplingParams(temperature=0), 0, (), ())
 # Besides the passes, until it has been seen: of a step and each of its sequences, of a proposal and each of those.
-_STEP_SECONDS, _SEQUENCE_SECONDS = 1e-4, 1.2e-5
-_PROPOSAL_SECONDS, _DRAFTING_SECONDS = 8e-5, 2.5e-5
+_STEP_SECONDS, _SEQUENCE_SECONDS = 6e-5, 1.2e-5
+_PROPOSAL_SECONDS, _DRAFTING_SECONDS = 6e-5, 1.6e-5
 _OF_SEQUENCES = {"seconds_per_drafting": _DRAFTING_SECONDS, "seconds_per_sequence": _SEQUENCE_SECONDS}
 _FITS = 32  # rows, at most, of passes that are bound by reading weights: to them it matters what is in the caches
 _BYTES_PER_SECOND = 1e10  # of weights, where nothing can be measured

@@ -21,8 +21,8 @@ from specpaged.speculation.pass_seconds import PassShape
 
 logger = logging.getLogger("specpaged")
 
-_OFTEN, _SELDOM, _OUTCOMES_SELDOM = 64, 32, 2  # steps
-_LISTENING, _SHARE = 1.2e-4, 0.003  # seconds that it takes to listen to a step, and what of the time may go into it
+_OFTEN, _SELDOM, _OUTCOMES_SELDOM = 64, 64, 3  # steps
+_LISTENING, _SHARE = 1.2e-4, 0.0015  # seconds that it takes to listen to a step, and what of the time may go into it
 _LONGEST_MATCH = 6  # of prompt lookup: longer ones say no more
 
 
@@ -30,8 +30,8 @@ class DraftPlanner:
     """Asks a controller on behalf of a step, and tells it what drafts and passes came to.
 
     Steps with a prefill tell nothing about time: their passes are of another kind. To listen takes time, too: all of
-    the first steps are listened to, then one of thirty-two or, the longer they take, of fewer; and the drafts of
-    every second. What came of them is told when next a plan is made, all of it at once: between two passes of a model
+    the first steps are listened to, then one of 64 or, the longer they take, of fewer; and the drafts of every third.
+    What came of them is told when next a plan is made, all of it at once: between two passes of a model
     nothing of this is in the caches.
     """
 
@@ -176,7 +176,7 @@ class DraftPlanner:
             while num_accepted < num_known and draft.token_ids[num_accepted] == token_ids[num_accepted]:
                 num_accepted += 1
             num_rejected = int(num_accepted < num_known)
-            self._ask(self.controller.observe_drafts, sequence, num_accepted, num_rejected, evidence_of(draft))
+            self._ask(self.controller.observe_drafts, sequence, num_accepted, num_rejected, _Evidence(draft))
 
     @staticmethod
     def _ask(question: Callable[..., Any], *arguments: Any, otherwise: Any = None) -> Any:
@@ -186,6 +186,24 @@ class DraftPlanner:
         except Exception:
             logger.warning("the controller of drafts failed:", exc_info=True)
             return otherwise
+
+
+class _Evidence(SequenceOf[float]):
+    """What `evidence_of` a draft comes to, when somebody reads it: outcomes are learned from now and then alone."""
+
+    __slots__ = ("_draft", "_values")
+
+    def __init__(self, draft: Draft):
+        self._draft = draft
+        self._values: list[float] | None = None
+
+    def __len__(self) -> int:
+        return len(self._draft)
+
+    def __getitem__(self, j: int) -> float:
+        if self._values is None:
+            self._values = evidence_of(self._draft)
+        return self._values[j]
 
 
 def evidence_of(draft: Draft) -> list[float]:
