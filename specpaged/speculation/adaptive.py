@@ -27,8 +27,9 @@ _PLANNED, _MOST_PLANNED = 6, 32
 _ADVANCE = 0.25  # of its share of a plain step, for a new request, of which nothing is known yet
 _NEAR = 4  # tokens: catching up with so few is part of any proposal
 # Drafts must promise so much more tokens per second than plain decoding to begin, and less to go on, the less the
-# fewer have had an outcome: noise is not to switch them on and off, and who has stopped has to catch up first.
-_TO_BEGIN, _TO_GO_ON = 0.04, 0.015
+# fewer have had an outcome: noise is not to switch them on and off, and who has stopped has to catch up first. As long
+# as what passes take is in doubt, more.
+_TO_BEGIN, _TO_GO_ON, _OF_DOUBT = 0.04, 0.015, 1 / 3
 _EARLY = 0.4  # divided by the square root of the number of outcomes
 _REPAID_WITHIN = 128  # tokens
 _USES = 32  # of a table of times, until it is made anew
@@ -206,10 +207,11 @@ class AdaptiveController(MeasuringController):
 
     def _depths(self, candidates: Sequence[Candidate], chances: Sequence[Sequence[float]]) -> Selection:
         """The drafts of each candidate that promise most, of those with these chances."""
-        worth = 1.0 + _TO_BEGIN
-        if self._is_drafting:
-            worth = 1.0 + _TO_GO_ON - _EARLY / math.sqrt(16 + self.acceptance.num_outcomes)
         times = self._times(len(candidates), sum(map(len, chances)))
+        in_doubt = _OF_DOUBT * times.doubt
+        worth = 1.0 + max(_TO_BEGIN, in_doubt)
+        if self._is_drafting:
+            worth = 1.0 + max(_TO_GO_ON, in_doubt) - _EARLY / math.sqrt(16 + self.acceptance.num_outcomes)
         return select(
             chances,
             times.verify,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from specpaged.speculation.cost_model import CostModel
 
+_SEVERAL = 3  # rows of a sequence
 _USUAL_LAG = 1.25  # tokens that the drafter has not run, of a sequence that drafts in every step, in the mean
 
 
@@ -18,6 +19,7 @@ class StepTimes:
     verify: list[float]  # [n]: with n drafts to verify, whatever drafting them took
     first: list[float]  # [n]: of the draft's first pass for n sequences; nothing where no model drafts
     later: list[float]  # [n]: of each further one
+    doubt: float  # the standard deviation, in logarithms, of what steps with a few drafts take beside plain ones
     uses: int = 0
 
     @classmethod
@@ -29,8 +31,9 @@ class StepTimes:
         rest = costs.rest(batch_size) + target.of_sequences(batch_size, context)
         verify = [rows[n] + n * per_row + rest for n in range(batch_size, batch_size + most_drafts + 1)]
         verify[0] -= costs.saved(batch_size)
+        doubt = costs.errors.doubt(batch_size, _SEVERAL * batch_size)
         if draft is None:
-            return cls(context, verify, [], [])
+            return cls(context, verify, [], [], doubt)
         # A sequence that has not drafted for long catches up once: what counts is what it will be from then on.
         num_first = [math.ceil(n * _USUAL_LAG) for n in range(batch_size + 1)]
         rows = draft.table(num_first[-1])
@@ -39,4 +42,4 @@ class StepTimes:
         besides = costs.proposal(1) - costs.proposal(0)
         first = [rows[num_first[n]] + of_sequences[n] + n * besides for n in range(batch_size + 1)]
         later = [rows[n] + of_sequences[n] for n in range(batch_size + 1)]
-        return cls(context, verify, first, later)
+        return cls(context, verify, first, later, doubt)

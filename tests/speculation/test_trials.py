@@ -27,8 +27,18 @@ def test_who_gains_by_drafting_beyond_doubt_tries_nothing_else():
 
 def test_a_controller_that_drafts_by_a_narrow_margin_has_its_trials():
     controller = AdaptiveController(costs(0.15))
-    plans = [controller.plan([Candidate(i, 8) for i in range(8)], 1) for _ in range(60)]
+    plans = [controller.plan([Candidate(i, 8) for i in range(6)], 1) for _ in range(60)]
     assert any(plans[0].num_draft_tokens)
     trials = [plan for plan in plans if plan.is_trial]
     assert trials
     assert all(plan.num_steps == TRIAL_STEPS for plan in trials)
+
+
+def test_a_gain_that_is_in_doubt_is_not_taken():
+    """Of eight sequences, whose drafts would gain some 4 %, if passes take what they are thought to."""
+    for in_doubt in (True, False):
+        controller = AdaptiveController(costs(0.15))
+        if not in_doubt:
+            errors = controller.costs.errors
+            errors._covariance = [[0.0] * len(row) for row in errors._covariance]
+        assert any(controller.plan([Candidate(i, 8) for i in range(8)], 1).num_draft_tokens) != in_doubt
