@@ -73,7 +73,8 @@ class Drafter(Protocol):
         """A draft for each sequence of `sampling`, in its order, by the rows that name them in `request_idx`.
 
         Each has as many tokens as its row asks for, or fewer, or none; with a `stop_rule`, whose rows are those that
-        draft, in order, none goes deeper than it says. Of a row that looks back it has `num_looked_back` tokens. The
+        draft, in order, none goes deeper than it says, where it is asked: in one pass over all rows, by a drafter that
+        `stops`. Of a row that looks back it has `num_looked_back` tokens. The
         drafter's KV of all rows is brought up to date: afterwards its pool holds KV for `token_ids` of every row, then
         for the draft's tokens but the last.
         """

@@ -54,6 +54,8 @@ class DraftModelDrafter:
         others = [row for row in rows if row.num_draft_tokens == 0 and not row.num_looked_back]
         chunks = self._chunks([*drafting, *looking, *others])
         drafts = [NO_DRAFT] * len(sampling.requests)
+        if not chunks:
+            return drafts
         if sampling.takes_argmax and all(self.runner.runs_greedy(_num_tokens(chunk)) for chunk in chunks):
             looked_back = self._in_one_call(chunks, drafting, stop_rule, drafts)
             return self._looked_back(drafts, looking, looked_back)

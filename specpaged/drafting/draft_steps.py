@@ -99,12 +99,11 @@ class DraftSteps:
         )
 
     def drafts(self, drafted: Sequence[DraftedTokens], drafts: list[Draft]) -> None:
-        """Put in the draft of each request, by its request_idx, of what the steps have drafted: not all, if they
-        were stopped."""
+        """Put in the draft of each request, by its request_idx, of what the steps have drafted."""
         numbers = torch.cat([step.token_ids for step in drafted]).tolist()
         logprobs = torch.cat([step.logprobs for step in drafted]).tolist()
         of_requests: dict[int, tuple[list[int], list[float]]] = {i: ([], []) for i in self.request_idx[0]}
-        requests = (i for request_idx in self.request_idx[: len(drafted)] for i in request_idx)
+        requests = (i for request_idx in self.request_idx for i in request_idx)
         for i, token_id, logprob in zip(requests, numbers, logprobs, strict=True):
             of_requests[i][0].append(token_id)
             of_requests[i][1].append(logprob)

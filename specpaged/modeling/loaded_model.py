@@ -53,8 +53,9 @@ class LoadedModel:
 
     @property
     def storage(self) -> str:
-        """'float16': how weights are stored, by name, where that is not `dtype`; '' where all of them are."""
-        narrower = {t.dtype for t in _held(self.decoder) if t.is_floating_point() and t.itemsize < self.dtype.itemsize}
+        """'float16': how linears' weights are stored, by name, where that is not `dtype`; '' where all of them are."""
+        packed = [tensor for tensor in _held(self.decoder) if not isinstance(tensor, nn.Parameter)]
+        narrower = {t.dtype for t in packed if t.is_floating_point() and t.itemsize < self.dtype.itemsize}
         return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in narrower))
 
     def run(

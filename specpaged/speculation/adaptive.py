@@ -30,6 +30,7 @@ _NEAR = 4  # tokens: catching up with so few is part of any proposal
 # fewer have had an outcome: noise is not to switch them on and off, and who has stopped has to catch up first. As long
 # as what passes take is in doubt, more.
 _TO_BEGIN, _TO_GO_ON, _OF_DOUBT = 0.04, 0.015, 1 / 3
+_HALF = 0.5  # of that, to go on
 _EARLY = 0.4  # divided by the square root of the number of outcomes
 _REPAID_WITHIN = 128  # tokens
 _USES = 32  # of a table of times, until it is made anew
@@ -211,7 +212,7 @@ class AdaptiveController(MeasuringController):
         in_doubt = _OF_DOUBT * times.doubt
         worth = 1.0 + max(_TO_BEGIN, in_doubt)
         if self._is_drafting:
-            worth = 1.0 + max(_TO_GO_ON, in_doubt) - _EARLY / math.sqrt(16 + self.acceptance.num_outcomes)
+            worth = 1.0 + max(_TO_GO_ON, _HALF * in_doubt) - _EARLY / math.sqrt(16 + self.acceptance.num_outcomes)
         return select(
             chances,
             times.verify,

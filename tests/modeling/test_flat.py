@@ -19,6 +19,7 @@ from specpaged.modeling.linear import runs_cpp
 from specpaged.modeling.loading import load_model
 from specpaged.modeling.ragged_batch import RaggedRow, pack
 from specpaged_kernels.cpu import linear as cpu_linear
+from tests.kernels.cpu.test_linear import NARROW
 from tests.modeling.families import FAMILIES, save_toy, toy_config
 from tests.modeling.world import World, random_tokens
 
@@ -262,7 +263,7 @@ def test_one_call_computes_what_its_parts_do_bit_for_bit(name, dtype, numerics, 
             assert torch.equal(got[seq], expected[seq]), (seq, len(step))
 
 
-@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("stored", NARROW)
 @pytest.mark.parametrize("numerics", ["exact", "fast"])
 @pytest.mark.parametrize("name", FLAT)
 def test_weights_stored_in_16_bits_give_the_logits_of_the_same_weights_in_32(
@@ -273,7 +274,7 @@ def test_weights_stored_in_16_bits_give_the_logits_of_the_same_weights_in_32(
     narrow = load_model(str(tmp_path), **options)
     assert narrow.storage == str(stored).removeprefix("torch.")
     monkeypatch.setattr(cpu_linear, "stored_dtype", lambda weight: weight.dtype)
-    monkeypatch.setattr(FlatSource, "_embedding", lambda self: self._read(weights.EMBEDDING)[weights.EMBEDDING])
+    monkeypatch.setattr(FlatSource, "_stored_embedding", lambda self: self._read(weights.EMBEDDING)[weights.EMBEDDING])
     wide = load_model(str(tmp_path), **options)
     assert wide.storage == ""
     assert narrow.weight_bytes < (0.7 if numerics == "exact" else 0.9) * wide.weight_bytes

@@ -1,6 +1,8 @@
 """The most likely tokens, and what follows them: in one call what single passes find."""
 
+import gc
 import random
+import weakref
 
 import hypothesis.strategies as st
 import pytest
@@ -179,6 +181,21 @@ def test_logits_that_a_family_changes_are_found_one_by_one(toy_path):
     """Soft-capping may make ties."""
     model = load_model(toy_path("gemma2"), max_model_len=64, attention_backend="cpp")
     assert not new_runner(model).runs_greedy(1)
+
+
+def test_a_cache_that_is_given_up_is_free_though_the_model_lives(model):
+    runner = new_runner(model)
+    runner.greedy(ragged(ROWS), VOCAB_SIZE)
+    pool = weakref.ref(runner.kv_cache.layers[0])
+    del runner
+    gc.collect()
+    assert pool() is None
+
+
+def test_a_rule_has_as_much_of_everything(model):
+    rule = StopRule(1.0, [0.0], [0.0] * 3, [1.0] * 2, 0.0, 0.0)
+    with pytest.raises(ValueError, match="expected has 2 entries; allowed: 3"):
+        new_runner(model).greedy(ragged(ROWS), VOCAB_SIZE, [1, 0, 1], stop_rule=rule)
 
 
 def test_only_the_first_ids_are_found(model, monkeypatch):

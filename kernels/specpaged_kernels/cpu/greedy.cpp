@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <memory>
 #include <numeric>
 #include <optional>
 #include <vector>
@@ -212,7 +213,8 @@ private:
 // they are wanted.
 template <typename T>
 void find(const T* logits, int64_t num_logits, int64_t vocab_size, int64_t num_ids, bool wants_logprobs,
-          int64_t* token_ids, float* logprobs) {
+          int64_t* token_ids, float* logprobs, int num_threads) {
+#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_threads > 1 && num_logits > 1)
     for (int64_t row = 0; row < num_logits; ++row) {
         const T* values = logits + row * vocab_size;
         const Largest best = largest(values, num_ids);
@@ -243,14 +245,16 @@ int greedy(const Decoder& decoder, const Pass& geometry, void* const* pools, con
     std::vector<int64_t> seqs(size_t(num_seqs), 0), last;  // the sequences of a step, and what each has found last
     std::iota(seqs.begin(), seqs.end(), 0);
     for (const Sequence& s : sequences) tables.add(s, s.token_ids, s.num_tokens, s.context_len, s.num_logits);
-    std::vector<T> logits;
+    std::unique_ptr<T[]> logits;  // not a vector, which would fill megabytes with zeros
+    int64_t room = 0;
     for (*num_done = 0;;) {
         const int64_t step = (*num_done)++, num_logits = tables.num_logits();
         const Pass pass = tables.pass(geometry);
-        logits.resize(size_t(num_logits * decoder.vocab_size));
+        if (num_logits > room) logits.reset(new T[size_t((room = num_logits) * decoder.vocab_size)]);
         forward(decoder, pass, pools, tables.token_ids(), tables.positions(), tables.logits_idx(), num_logits,
-                logits.data(), nullptr);
-        find(logits.data(), num_logits, decoder.vocab_size, num_ids, wants_logprobs, token_ids, logprobs);
+                logits.get(), nullptr);
+        find(logits.get(), num_logits, decoder.vocab_size, num_ids, wants_logprobs, token_ids, logprobs,
+             int(geometry.num_threads));
         std::vector<int64_t> going_on;
         last.clear();
         for (const int64_t seq : seqs) {

@@ -47,6 +47,7 @@ Wides column_vector(const W* column, int v) {
 }
 // Of bfloat16, outputs i and i + PANEL / 2 lie side by side: a half is a shift or a mask of all that is read.
 inline Wides column_vector(const bfloat16* column, int v) {
+    static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the first of a pair is the low half");
     Ints pairs;
     std::memcpy(&pairs, column, sizeof pairs);
     const Ints halves[2] = {pairs << 16, pairs & int32_t(0xffff0000)};
@@ -181,7 +182,7 @@ void run_tiles(int64_t count, Rows x, Task<W, Y> task) {
     float sums[MOST_ROWS * PANELS * PANEL];
     const int64_t num_tiles = (count + TILE_ROWS - 1) / TILE_ROWS, step = PANEL / num_tiles;
     for (; task.num_panels >= PANELS; task = task.from(PANELS)) {
-        for (int64_t k = 0; k < task.in_features; k += BLOCK) {
+        for (int64_t k = 0; k == 0 || k < task.in_features; k += BLOCK) {  // of nothing, the sums are 0
             const int64_t depth = std::min<int64_t>(BLOCK, task.in_features - k);
             for (int64_t tile = 0, row = 0; tile < num_tiles; ++tile) {
                 const int64_t rows = (count - row + num_tiles - tile - 1) / (num_tiles - tile);

@@ -39,7 +39,7 @@ def pack(weight: Tensor) -> Tensor:
     Of bfloat16, a panel's halves alternate: see linear.cpp.
     """
     weight = F.pad(weight.to(stored_dtype(weight)), (0, 0, 0, -len(weight) % PANEL))
-    panels = weight.view(-1, PANEL, weight.shape[1]).transpose(1, 2)
+    panels = weight.view(len(weight) // PANEL, PANEL, weight.shape[1]).transpose(1, 2)
     if weight.dtype == torch.bfloat16:
         panels = panels.unflatten(2, (2, PANEL // 2)).transpose(2, 3).flatten(2)
     return panels.contiguous()

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 #include <cstring>
-#if (defined(__AVX2__) && defined(__FMA__)) || defined(__F16C__)
+#if (defined(__AVX2__) && defined(__FMA__)) || defined(__F16C__) || defined(__AVX512F__)
 #include <immintrin.h>
 #endif
 
@@ -24,7 +24,6 @@ typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
 constexpr int WIDE = WIDE_LANES;
 
 typedef float Wides __attribute__((vector_size(WIDE * 4)));
-typedef int32_t WideInts __attribute__((vector_size(WIDE * 4)));
 
 struct bfloat16 {
     uint16_t bits;

@@ -42,7 +42,7 @@ class CppDecoder(nn.Module):
         self._function = kernel.functions()[decoder.dtype]
         self._greedy_function = kernel.greedy_functions()[decoder.dtype]
         self._seen: list[tuple[weakref.ref, int]] = []  # the pools of the last pass, and their addresses
-        self._geometry_of: tuple[Tensor | None, Pass] = None, Pass()
+        self._geometries: dict[tuple[int, int, int], Pass] = {}  # on these pools
         self._layers = (kernel.Layer * len(decoder.layers))()
         for layer, part in zip(self._layers, decoder.layers, strict=True):
             for name in kernel.LAYER_WEIGHTS:
@@ -153,10 +153,11 @@ class CppDecoder(nn.Module):
         if not (len(kv_layers) == len(self._seen) and all(map(_is_seen, kv_layers, self._seen))):
             if len(kv_layers) != len(self._layers):
                 raise ValueError(f"kv_layers has {len(kv_layers)} pools; allowed: {len(self._layers)}, one per layer")
-            config, self._num_slots = self.config, len(kv_layers[0])
-            shape = (self._num_slots, 2, config.num_kv_heads, config.head_dim)
+            config, num_slots = self.config, len(kv_layers[0])
+            shape = (num_slots, 2, config.num_kv_heads, config.head_dim)
             for pool in kv_layers:
                 check_tensor("kv_layers", pool, shape, self.decoder.dtype)
+            self._num_slots, self._geometries = num_slots, {}
             self._seen = [(weakref.ref(pool), pool.data_ptr()) for pool in kv_layers]
             self._addresses = (ctypes.c_void_p * len(self._layers))(*(address for _, address in self._seen))
         return self._addresses
@@ -171,20 +172,27 @@ class CppDecoder(nn.Module):
         )  # fmt: skip
 
     def _geometry(self, kv_cache: PagedKVCache) -> Pass:
-        """What all passes on these pools share, behind `_pools`; made anew when they are others."""
-        if self._geometry_of[0] is not kv_cache.layers[0]:
+        """What all passes on these pools share, behind `_pools`."""
+        block_size, block_stride, num_threads = key = (
+            kv_cache.block_size, kv_cache.block_stride, torch.get_num_threads()
+        )  # fmt: skip
+        geometry = self._geometries.get(key)
+        if geometry is None:
             config = self.config
             scaling = 1 / math.sqrt(config.head_dim) if config.scaling is None else config.scaling
-            geometry = Pass(
-                block_size=kv_cache.block_size, block_stride=kv_cache.block_stride, num_slots=self._num_slots,
+            geometry = self._geometries[key] = Pass(
+                block_size=block_size, block_stride=block_stride, num_slots=self._num_slots,
                 num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
-                num_threads=torch.get_num_threads(), scaling=scaling, softcap=config.softcap or 0.0,
+                num_threads=num_threads, scaling=scaling, softcap=config.softcap or 0.0,
             )  # fmt: skip
-            self._geometry_of = kv_cache.layers[0], geometry
-        return self._geometry_of[1]
+        return geometry
 
 
 def _stop_rule(rule: StopRule) -> kernel.StopRule:
+    if len(rule.expected) != len(rule.leads):
+        raise ValueError(
+            f"expected has {len(rule.expected)} entries; allowed: {len(rule.leads)}, one for each of leads"
+        )
     intercepts, leads, expected = (
         (ctypes.c_double * len(values))(*values) for values in (rule.intercepts, rule.leads, rule.expected)
     )

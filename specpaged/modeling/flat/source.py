@@ -118,9 +118,11 @@ class FlatSource(Source):
     def _decoder(self, make_linear: MakeLinear, ops: RowWiseOps) -> nn.Module:
         config = self.config
         layers = [self._layer(layer_idx, make_linear, ops) for layer_idx in range(len(config.layers))]
-        ends = self._read(weights.FINAL_NORM, weights.EMBEDDING if config.tied else weights.OUTPUT)
-        output = make_linear(ends[weights.EMBEDDING if config.tied else weights.OUTPUT], None)
-        embedding = self._embedding()
+        ends = self._read(weights.EMBEDDING, weights.FINAL_NORM, *([] if config.tied else [weights.OUTPUT]))
+        embedding = ends[weights.EMBEDDING]
+        output = make_linear(ends.get(weights.OUTPUT, embedding), None)
+        if self.device.type == "cpu" and self.dtype == torch.float32:  # rows become float32 when they are looked up
+            embedding = self._stored_embedding()
         positions = torch.arange(self.max_model_len, device=self.device)[:, None].float()
         rotations = {}
         for rope, (inverse, factor) in self.frequencies.items():
@@ -131,12 +133,10 @@ class FlatSource(Source):
         decoder = decoder.eval().requires_grad_(False)
         return CppDecoder(config, decoder) if self.shard is None and is_all_cpp(decoder) else decoder
 
-    def _embedding(self) -> Tensor:
-        """[V, H], whose rows become float32 when they are looked up, where they are stored in 16 bits on a CPU."""
+    def _stored_embedding(self) -> Tensor:
+        """[V, H], as it lies in the checkpoint if the C++ decoder can read that, else in the model's dtype."""
         embedding = self.checkpoint.read([weights.EMBEDDING])[weights.EMBEDDING]
-        if self.device.type == "cpu" and self.dtype == torch.float32 and embedding.dtype in STORAGE:
-            return embedding
-        return embedding.to(self.device, self.dtype)
+        return embedding if embedding.dtype in STORAGE else embedding.to(self.dtype)
 
     def _read(self, *names: str) -> dict[str, Tensor]:
         return {name: tensor.to(self.device, self.dtype) for name, tensor in self.checkpoint.read(names).items()}

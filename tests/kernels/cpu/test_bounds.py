@@ -197,18 +197,24 @@ def test_a_decoders_rows_are_looked_at(name, value, error, runner):
 
 @pytest.mark.parametrize("change", [torch.Tensor.double, lambda x: x[:, :1], lambda x: apart(x)])
 def test_a_decoder_takes_pools_of_its_own_shape_alone(change, runner):
+    """And knows the size of those that it has taken, whatever was refused since."""
     layers = runner.kv_cache.layers
     runner.forward(two_sequences())
-    kept = layers[1]
+    first, kept = layers
     layers[1] = change(kept)
     try:
         with pytest.raises(ValueError, match=r"^kv_layers is .*; allowed: "):
             runner.forward(two_sequences())
         with pytest.raises(ValueError, match=r"^kv_layers is .*; allowed: "):
             runner.greedy([RaggedRow([7], 3, [3, 4], 1)], 5)
+        layers[:] = [torch.cat([pool, pool]).double() for pool in (layers[0], kept)]
+        with pytest.raises(ValueError, match=r"^kv_layers is .*; allowed: "):
+            runner.greedy([RaggedRow([7], 3, [3, 4], 1)], 5)
     finally:
-        layers[1] = kept
+        layers[:] = [first, kept]
     runner.forward(two_sequences())
+    with pytest.raises(IndexError, match="page_table"):
+        runner.greedy([RaggedRow([7], 3, [9], 1)], 5)
 
 
 def test_linear_refuses_what_it_could_not_read():
