@@ -67,7 +67,7 @@ sanitize: install
 	LD_PRELOAD=$$(g++ -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 \
 	CXX="g++ -fsanitize=address,undefined -fno-sanitize-recover=all" SPECPAGED_CACHE=build/sanitize \
 	$(BIN)/python -m pytest tests/kernels/cpu/test_[!b]* tests/kernels/cpu/test_bounds.py \
-	tests/modeling/test_greedy_steps.py tests/modeling/test_hidden_states.py -k "not without_memory"
+	tests/modeling/test_greedy.py tests/modeling/test_hidden_states.py -k "not without_memory"
 
 test-oldest:
 	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt VLLM=
