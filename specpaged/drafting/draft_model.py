@@ -104,9 +104,13 @@ class DraftModelDrafter:
             # The rule's rows are those that were planned to draft: some may have had no room.
             rule = stop_rule if stop_rule is not None and len(stop_rule.leads) == len(drafting) else None
             of_rows = [*further, *[0] * (len(chunks[0]) - len(drafting))]
-            found = self.runner.greedy(chunks[0], self.vocab_size, of_rows, wants_logprobs=True, stop_rule=rule)
+            found = self.runner.greedy(
+                chunks[0], self.vocab_size, of_rows, wants_logprobs=bool(drafting), stop_rule=rule
+            )
         else:
-            of_chunks = [self.runner.greedy(chunk, self.vocab_size, wants_logprobs=True)[0] for chunk in chunks]
+            of_chunks = [
+                self.runner.greedy(chunk, self.vocab_size, wants_logprobs=bool(drafting))[0] for chunk in chunks
+            ]
             found = [GreedyTokens(*(list(chain(*lists)) for lists in zip(*of_chunks, strict=True)))]
             going_on = [
                 (RaggedRow([token_id], row.context_len + len(row.token_ids), row.blocks, 1), count - 1)

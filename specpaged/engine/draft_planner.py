@@ -31,8 +31,8 @@ class DraftPlanner:
 
     Steps with a prefill tell nothing about time: their passes are of another kind. To listen takes time, too: all of
     the first steps are listened to, then one of 64 or, the longer they take, of fewer; and the drafts of every third.
-    What came of them is told when next a plan is made, all of it at once: between two passes of a model
-    nothing of this is in the caches.
+    What came of them is told when next a plan is made, all of it at once: between two passes of a model nothing of this
+    is in the caches.
     """
 
     def __init__(self, controller: Controller):

@@ -29,8 +29,8 @@ _NEAR = 4  # tokens: catching up with so few is part of any proposal
 # Drafts must promise so much more tokens per second than plain decoding to begin, and less to go on, the less the
 # fewer have had an outcome: noise is not to switch them on and off, and who has stopped has to catch up first. As long
 # as what passes take is in doubt, more.
-_TO_BEGIN, _TO_GO_ON, _OF_DOUBT = 0.04, 0.015, 1 / 3
-_HALF = 0.5  # of that, to go on
+_TO_BEGIN, _TO_GO_ON = 0.04, 0.015
+_DOUBT_TO_BEGIN, _DOUBT_TO_GO_ON = 1 / 3, 1 / 6  # standard deviations
 _EARLY = 0.4  # divided by the square root of the number of outcomes
 _REPAID_WITHIN = 128  # tokens
 _USES = 32  # of a table of times, until it is made anew
@@ -209,10 +209,10 @@ class AdaptiveController(MeasuringController):
     def _depths(self, candidates: Sequence[Candidate], chances: Sequence[Sequence[float]]) -> Selection:
         """The drafts of each candidate that promise most, of those with these chances."""
         times = self._times(len(candidates), sum(map(len, chances)))
-        in_doubt = _OF_DOUBT * times.doubt
-        worth = 1.0 + max(_TO_BEGIN, in_doubt)
+        worth = 1.0 + max(_TO_BEGIN, _DOUBT_TO_BEGIN * times.doubt)
         if self._is_drafting:
-            worth = 1.0 + max(_TO_GO_ON, _HALF * in_doubt) - _EARLY / math.sqrt(16 + self.acceptance.num_outcomes)
+            worth = 1.0 + max(_TO_GO_ON, _DOUBT_TO_GO_ON * times.doubt)
+            worth -= _EARLY / math.sqrt(16 + self.acceptance.num_outcomes)
         return select(
             chances,
             times.verify,

@@ -54,8 +54,6 @@ def in_one_call(model, rule=None) -> tuple[list[GreedyTokens], list[torch.Tensor
     """4, 1 and 2 drafts of three rows that have not been seen before: those of each step, and the KV."""
     runner = new_runner(model)
     further = [row.num_draft_tokens - 1 for row in ROWS]
-    if rule is not None:
-        further[1] = 0
     found = runner.greedy(ragged(ROWS), VOCAB_SIZE, further, wants_logprobs=True, stop_rule=rule)
     return found, runner.kv_cache.layers
 
