@@ -47,7 +47,7 @@ _PROPOSAL_SECONDS, _DRAFTING_SECONDS = 6e-5, 1.6e-5
 _OF_SEQUENCES = {"seconds_per_drafting": _DRAFTING_SECONDS, "seconds_per_sequence": _SEQUENCE_SECONDS}
 _FITS = 32  # rows, at most, of passes that are bound by reading weights: to them it matters what is in the caches
 _BYTES_PER_SECOND = 1e10  # of weights, where nothing can be measured
-_VERSION = 21  # of what is kept
+_VERSION = 22  # of what is kept
 
 
 def get_planner(

@@ -74,11 +74,22 @@ struct Row {
     float weights[CHUNK];
 };
 
-// That D values will be wanted. Waiting for memory overlaps with work only where it is asked for little by little.
+// Slots that will be wanted next, of which keys and values of all heads are fetched in the order in which they lie: so
+// memory is quickest. Waiting for it overlaps with work only where it is asked for little by little.
 template <typename T>
-inline void fetch(const T* from, int head_dim) {
-    for (size_t byte = 0; byte < head_dim * sizeof(T); byte += 64) __builtin_prefetch((const char*)from + byte);
-}
+struct Ahead {
+    const T* slots[CHUNK];
+    int count, heads, head_dim;
+    int64_t values_behind;  // their keys, in elements
+    int slot = 0, head = 0;
+
+    inline void fetch() {  // D keys or values more
+        if (slot >= count) return;
+        const T* from = slots[slot] + (head < heads ? head * head_dim : values_behind + (head - heads) * head_dim);
+        for (size_t byte = 0; byte < head_dim * sizeof(T); byte += 64) __builtin_prefetch((const char*)from + byte, 0, 2);
+        if (++head == 2 * heads) head = 0, ++slot;
+    }
+};
 
 // Of products of queries [D] with four keys [D]: the `fours` of their lanes. WHOLE: D is a multiple of LANES.
 template <bool WHOLE, int ROWS, typename T>
@@ -103,9 +114,9 @@ inline __attribute__((always_inline)) void multiply_keys(Row* const (&rows)[ROWS
 }
 
 // Weights e^(score - max) of each row's keys from .. to - 1 of a chunk; its sums so far are rescaled to the new maximum.
-// Meanwhile the keys of `next` are fetched, unless it is null.
+// Meanwhile as much is fetched `ahead`, unless it is null.
 template <bool WHOLE, int ROWS, typename T>
-void weigh(Row* const (&rows)[ROWS], const T* const* keys, const T* const* next, float scaling, float softcap,
+void weigh(Row* const (&rows)[ROWS], const T* const* keys, Ahead<T>* ahead, float scaling, float softcap,
            int head_dim) {
     const Floats hidden = splat(-INFINITY), lanes = {0, 1, 2, 3, 4, 5, 6, 7};
     int from = CHUNK, to = 0;
@@ -117,8 +128,8 @@ void weigh(Row* const (&rows)[ROWS], const T* const* keys, const T* const* next,
     Floats largest[ROWS];
     for (int r = 0; r < ROWS; ++r) largest[r] = hidden;
     for (int c = begin; c < end; ++c) {
-        if (next)
-            for (int i = 0; i < LANES; ++i) fetch(next[c * LANES + i], head_dim);
+        if (ahead)
+            for (int i = 0; i < LANES; ++i) ahead->fetch();
         Floats low[ROWS], high[ROWS];
         multiply_keys<WHOLE>(rows, keys + c * LANES, head_dim, low);
         multiply_keys<WHOLE>(rows, keys + c * LANES + 4, head_dim, high);
@@ -158,13 +169,12 @@ void weigh(Row* const (&rows)[ROWS], const T* const* keys, const T* const* next,
 }
 
 template <int ROWS, int VECTORS, typename T>
-void add_values(Row* const (&rows)[ROWS], const T* const* values, const T* const* next, int64_t values_behind, int from,
-                int to, int d) {
+void add_columns(Row* const (&rows)[ROWS], const T* const* values, Ahead<T>* ahead, int from, int to, int d) {
     Floats total[ROWS][VECTORS];
     for (int r = 0; r < ROWS; ++r)
         for (int v = 0; v < VECTORS; ++v) total[r][v] = load(rows[r]->output + d + v * LANES);
     for (int i = from; i < to; ++i) {
-        if (next) fetch(next[i] + values_behind + d, VECTORS * LANES);
+        if (ahead && d == 0) ahead->fetch();
         Floats value[VECTORS];
         for (int v = 0; v < VECTORS; ++v) value[v] = load(values[i] + d + v * LANES);
         for (int r = 0; r < ROWS; ++r) {
@@ -176,16 +186,14 @@ void add_values(Row* const (&rows)[ROWS], const T* const* values, const T* const
         for (int v = 0; v < VECTORS; ++v) store(rows[r]->output + d + v * LANES, total[r][v]);
 }
 
-// Adds the values [D] of the keys from .. to - 1 of a chunk. Meanwhile those of `next`, values_behind elements behind their
-// keys, are fetched, unless it is null.
+// Adds the values [D] of the keys from .. to - 1 of a chunk. Meanwhile as much is fetched `ahead`, unless it is
+// null.
 template <int ROWS, typename T>
-void add_values(Row* const (&rows)[ROWS], const T* const* values, const T* const* next, int64_t values_behind, int from,
-                int to, int head_dim, int) {
+void add_values(Row* const (&rows)[ROWS], const T* const* values, Ahead<T>* ahead, int from, int to, int head_dim) {
     if (from >= to) return;
     int d = 0;
-    for (; d + 4 * LANES <= head_dim; d += 4 * LANES)
-        add_values<ROWS, 4>(rows, values, next, values_behind, from, to, d);
-    for (; d + LANES <= head_dim; d += LANES) add_values<ROWS, 1>(rows, values, next, values_behind, from, to, d);
+    for (; d + 4 * LANES <= head_dim; d += 4 * LANES) add_columns<ROWS, 4>(rows, values, ahead, from, to, d);
+    for (; d + LANES <= head_dim; d += LANES) add_columns<ROWS, 1>(rows, values, ahead, from, to, d);
     for (; d < head_dim; ++d)
         for (int r = 0; r < ROWS; ++r)
             for (int i = from; i < to; ++i)
@@ -250,13 +258,14 @@ struct Scratch {
 };
 
 // The KV heads first_head .. last_head - 1 of a tile, a chunk of all of them after the other: what lies together in
-// memory is read together.
+// memory is read together. Behind its last chunk the first one of `next_tile` is fetched.
 template <bool WHOLE, typename T>
-void attend_tile(const Pass& pass, const Tile& tile, int first_head, int last_head, const T* query, int64_t query_row,
-                 int64_t query_head, const T* pool, T* output) {
+void attend_tile(const Pass& pass, const Tile& tile, const Tile* next_tile, int first_head, int last_head,
+                 const T* query, int64_t query_row, int64_t query_head, const T* pool, T* output) {
     static thread_local Scratch scratch;
     const int head_dim = int(pass.head_dim), group = int(pass.num_heads / pass.num_kv_heads);
-    const int num_heads = last_head - first_head, window = int(std::min<int64_t>(pass.window, INT32_MAX));
+    const int num_heads = last_head - first_head;
+    const int window = pass.window > 0 ? int(std::min<int64_t>(pass.window, INT32_MAX)) : INT32_MAX;
     const int rows_of_head = (tile.last - tile.first) * group, num_rows = rows_of_head * num_heads;
     scratch.queries.resize(size_t(num_rows) * head_dim);
     scratch.outputs.assign(size_t(num_rows) * head_dim, 0.0f);
@@ -276,29 +285,34 @@ void attend_tile(const Pass& pass, const Tile& tile, int first_head, int last_he
         row.max = pass.sinks ? pass.sinks[head] : -INFINITY;
         row.sum = pass.sinks ? 1.0f : 0.0f;
         row.last = pass.context_lens[tile.seq] + token;
-        row.first = window > 0 ? std::max(0, row.last - window + 1) : 0;
+        row.first = std::max(0, row.last - window + 1);
         nearest = std::min(nearest, row.first);
         farthest = std::max(farthest, row.last);
     }
     const int64_t values_behind = pass.num_kv_heads * head_dim;
+    const T* const first_pool = pool + first_head * head_dim;
     const int first_chunk = nearest / CHUNK * CHUNK;
-    const T *slots[2][CHUNK], *keys[CHUNK], *values[CHUNK], *next[CHUNK];
+    const T *slots[CHUNK], *keys[CHUNK], *values[CHUNK];
     const auto count_at = [&](int start) { return std::max(0, std::min(CHUNK, farthest - start + 1)); };
-    locate(pass, tile.seq, first_chunk, count_at(first_chunk), pool, slots[first_chunk / CHUNK % 2]);
+    locate(pass, tile.seq, first_chunk, count_at(first_chunk), first_pool, slots);
     for (int start = first_chunk; start <= farthest; start += CHUNK) {
-        const int count = count_at(start), next_count = count_at(start + CHUNK);
-        const T* const* here = slots[start / CHUNK % 2];
-        const T** soon = slots[(start / CHUNK + 1) % 2];
-        locate(pass, tile.seq, start + CHUNK, next_count, pool, soon);
-        for (int i = next_count; i < CHUNK; ++i) soon[i] = here[0];
+        const int count = count_at(start);
+        Ahead<T> ahead{{}, count_at(start + CHUNK), num_heads, head_dim, values_behind};
+        if (ahead.count > 0) {
+            locate(pass, tile.seq, start + CHUNK, ahead.count, first_pool, ahead.slots);
+        } else if (next_tile) {
+            const int position = pass.context_lens[next_tile->seq] + next_tile->first;
+            const int from = std::max(0, position - window + 1) / CHUNK * CHUNK;
+            ahead.count = std::min(CHUNK, position + 1 - from);
+            locate(pass, next_tile->seq, from, ahead.count, first_pool, ahead.slots);
+        }
         for (int r = 0; r < num_rows;) {
             if (r % rows_of_head == 0) {
-                const int64_t of_head = (first_head + r / rows_of_head) * head_dim;
+                const int64_t of_head = r / rows_of_head * head_dim;
                 for (int i = 0; i < count; ++i) {
-                    keys[i] = here[i] + of_head;
+                    keys[i] = slots[i] + of_head;
                     values[i] = keys[i] + values_behind;
                 }
-                for (int i = 0; i < CHUNK; ++i) next[i] = soon[i] + of_head;
                 for (int i = count; i % LANES; ++i) keys[i] = keys[count - 1];  // whose scores nobody reads
             }
             const auto reads = [&](int r) {
@@ -315,7 +329,7 @@ void attend_tile(const Pass& pass, const Tile& tile, int first_head, int last_he
                 pair[i]->from = std::max(0, pair[i]->first - start);
                 pair[i]->to = std::min(CHUNK, pair[i]->last - start + 1);
             }
-            const T* const* fetched = r % rows_of_head == 0 && next_count > 0 ? next : nullptr;  // once for each head
+            Ahead<T>* const fetched = r % rows_of_head == 0 ? &ahead : nullptr;  // once for each head
             if (taken == 2)
                 weigh<WHOLE>(pair, keys, fetched, pass.scaling, pass.softcap, head_dim);
             else
@@ -324,17 +338,16 @@ void attend_tile(const Pass& pass, const Tile& tile, int first_head, int last_he
             const int from = std::max(pair[0]->from, pair[1]->from);
             const int to = std::max(from, std::min(pair[0]->to, pair[1]->to));
             for (int i = 0; i < taken; ++i)
-                add_values<1>({pair[i]}, values, fetched, values_behind, pair[i]->from, std::min(from, pair[i]->to),
-                              head_dim, 0);
+                add_values<1>({pair[i]}, values, fetched, pair[i]->from, std::min(from, pair[i]->to), head_dim);
             if (taken == 2)
-                add_values<2>(pair, values, fetched, values_behind, from, to, head_dim, 0);
+                add_values<2>(pair, values, fetched, from, to, head_dim);
             else
-                add_values<1>({pair[0]}, values, fetched, values_behind, from, to, head_dim, 0);
+                add_values<1>({pair[0]}, values, fetched, from, to, head_dim);
             for (int i = 0; i < taken; ++i)
-                add_values<1>({pair[i]}, values, fetched, values_behind, std::max(to, pair[i]->from), pair[i]->to,
-                              head_dim, 0);
+                add_values<1>({pair[i]}, values, fetched, std::max(to, pair[i]->from), pair[i]->to, head_dim);
             r += taken;
         }
+        std::copy_n(ahead.slots, CHUNK, slots);
     }
     for (int r = 0; r < num_rows; ++r) {
         const Row& row = scratch.rows[r];
@@ -372,11 +385,12 @@ void attend(const Pass& pass, const T* query, int64_t query_row, int64_t query_h
     Programs programs;
 #pragma omp parallel for schedule(dynamic) num_threads(num_threads) if (num_threads > 1)
     for (int program = 0; program < num_programs; ++program) {
-        const int first_head = program % parts * heads;
+        const int first_head = program % parts * heads, next = program / parts + num_threads;
+        const Tile* next_tile = next < int(tiles.size()) ? &tiles[next] : nullptr;
         programs.run([&] {
             (head_dim % LANES == 0 ? attend_tile<true, T> : attend_tile<false, T>)(
-                pass, tiles[program / parts], first_head, first_head + heads, query, query_row, query_head, pool,
-                output);
+                pass, tiles[program / parts], next_tile, first_head, first_head + heads, query, query_row, query_head,
+                pool, output);
         });
     }
     programs.rethrow();
