@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
@@ -21,29 +22,36 @@ from specpaged.speculation.pass_seconds import PassShape
 
 logger = logging.getLogger("specpaged")
 
-_OFTEN, _SELDOM, _OUTCOMES_SELDOM = 64, 64, 3  # steps
-_LISTENING, _SHARE = 1.2e-4, 0.0015  # seconds that it takes to listen to a step, and what of the time may go into it
+_OFTEN = 64  # steps, the first ones
+# Seconds that it takes to listen to a step, to look at a proposal's outcome, and to plan; what of the time may go into
+# each; and the steps from one to the next, at the least and at the most.
+_LISTENING, _SELDOM = (1.2e-4, 0.0015), (1, 64)
+_LOOKING, _LOOKS_SELDOM = (4e-5, 0.004), (3, 12)
+_PLANNING, _PLANS_SELDOM = (1.1e-4, 0.004), (1, 48)
+_RECENT = 0.2  # of what steps take on average, the last one
 _LONGEST_MATCH = 6  # of prompt lookup: longer ones say no more
 
 
 class DraftPlanner:
     """Asks a controller on behalf of a step, and tells it what drafts and passes came to.
 
-    Steps with a prefill tell nothing about time: their passes are of another kind. To listen takes time, too: all of
-    the first steps are listened to, then one of 64 or, the longer they take, of fewer; and the drafts of every third.
-    What came of them is told when next a plan is made, all of it at once: between two passes of a model nothing of this
-    is in the caches.
+    Steps with a prefill tell nothing about time: their passes are of another kind. To listen takes time, and so do
+    plans, and looking at what came of drafts: between two passes of a model nothing of this is in the caches. All of
+    the first steps are listened to; then each is done as often as a share of the time allows, the longer the steps, the
+    more often. What came of drafts is told when next a plan is made, all of it at once.
     """
 
     def __init__(self, controller: Controller):
         self.controller = controller
         self._sequences: list[Sequence] = []  # of the last plan
         self._plan = self._plan_again = Plan([])
-        self._age = 0  # steps since it was made
+        self._age, self._good_for = 0, 0  # steps since it was made, and that it is followed for
         self._proposals: dict[Sequence, Draft] = {}  # of which nobody knows yet what came of them
         self._outcomes: list[tuple[Sequence, Draft, SequenceOf[int]]] = []  # with what came in its place: to be told
         self._num_steps = 0
         self._told_next = 0  # the step that will be, at the latest
+        self._looked_next = 0  # the step whose drafts will be waited for, at the latest
+        self._step_seconds = 0.0  # that the last steps took which were told
         self._selects = True  # whether drafts were selected from when that was asked last
         self.tells = False  # whether the controller hears what this step takes
         self._passes: list[PassShape] = []  # of its proposal
@@ -60,7 +68,7 @@ class DraftPlanner:
     def plan(self, sequences: SequenceOf[Sequence]) -> Plan:
         """How much to draft for each of the sequences, which go on, and at whose tokens to look back."""
         self._age += 1
-        if self._age < self._plan.num_steps and (sequences == self._sequences or self._goes_on_with(sequences)):
+        if self._age < self._good_for and (sequences == self._sequences or self._goes_on_with(sequences)):
             return self._plan_again
         self._tell_outcomes()
         candidates = [
@@ -77,12 +85,16 @@ class DraftPlanner:
         age, self._age, self._sequences = self._age, 0, list(sequences)
         self._plan = self._ask(self.controller.plan, candidates, age, otherwise=Plan([0] * len(sequences)))
         self._plan_again = replace(self._plan, looks_back=())
+        self._good_for = self._plan.num_steps
+        if not self._plan.is_trial and self._num_steps > _OFTEN:
+            self._good_for = max(self._good_for, self._every(_PLANNING, _PLANS_SELDOM))
         return self._plan
 
     def select(self, sequences: SequenceOf[Sequence], drafts: SequenceOf[Draft]) -> list[Draft]:
         """As much of each sequence's draft as is to be verified. The whole of it waits for its outcome."""
-        if self._num_steps > _OFTEN and self._num_steps % _OUTCOMES_SELDOM and not self._selects:
+        if _OFTEN < self._num_steps < self._looked_next and not self._selects:
             return list(drafts)
+        self._looked_next = self._num_steps + self._every(_LOOKING, _LOOKS_SELDOM)
         proposals = self._proposals = dict(zip(sequences, drafts, strict=True))
         self._selects = self._ask(self.controller.selects, otherwise=False)
         if not self._selects:
@@ -117,7 +129,8 @@ class DraftPlanner:
     def scored(self, entries: SequenceOf[ScheduledSequence]) -> None:
         """It has ended, over these entries. To be called if the step `tells`, as all that follows."""
         now = self._ended = time.perf_counter()
-        self._told_next = self._num_steps + min(_SELDOM, 1 + int(_LISTENING / (_SHARE * (now - self._began))))
+        self._step_seconds = self._step_seconds or now - self._began
+        self._told_next = self._num_steps + self._every(_LISTENING, _SELDOM)
         self.tells = all(entry.num_new_tokens == 1 for entry in entries)
         if self.tells:
             num_rows = len(entries) + sum(len(entry.draft) for entry in entries)
@@ -139,7 +152,9 @@ class DraftPlanner:
 
     def _tell_rest(self) -> None:
         """What the step took since its pass."""
-        seconds = time.perf_counter() - self._ended
+        now = time.perf_counter()
+        seconds = now - self._ended
+        self._step_seconds += _RECENT * (now - self._began - self._step_seconds)
         if self._passes:
             rest_seconds = seconds - self._proposal_seconds
             arguments = (self._passes, self._proposal_seconds, self._num_seqs, rest_seconds)
@@ -177,6 +192,13 @@ class DraftPlanner:
                 num_accepted += 1
             num_rejected = int(num_accepted < num_known)
             self._ask(self.controller.observe_drafts, sequence, num_accepted, num_rejected, _Evidence(draft))
+
+    def _every(self, seconds_and_share: tuple[float, float], least_and_most: tuple[int, int]) -> int:
+        """Steps from one time to the next that something so long is done, for it to take such a share of the time."""
+        seconds, share = seconds_and_share
+        least, most = least_and_most
+        steps = seconds / share / self._step_seconds if self._step_seconds else 0.0
+        return max(least, min(most, math.ceil(steps)))
 
     @staticmethod
     def _ask(question: Callable[..., Any], *arguments: Any, otherwise: Any = None) -> Any:

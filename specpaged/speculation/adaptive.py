@@ -35,6 +35,7 @@ _EARLY = 0.4  # divided by the square root of the number of outcomes
 _REPAID_WITHIN = 128  # tokens
 _USES = 32  # of a table of times, until it is made anew
 _NOTHING = 0.02  # of a step: what this saves is not worth looking for
+_SELECTING = 4e-5  # seconds that it takes
 _SELECTS_SELDOM = 8  # times it is asked, where selecting has gained less than it takes
 _GAIN_RATE = 0.1  # of the average of what it gains
 _MOST_GAIN = 0.1
@@ -140,7 +141,8 @@ class AdaptiveController(MeasuringController):
                 spent += times.later[sum([length > depth for length in lengths])]
         counts, rate = select(chances, times.verify, proposal_seconds=spent)
         rate_of_all = (len(sequences) + sum(map(sum, chances))) / (times.verify[num_drafts] + spent)
-        self._gain += _GAIN_RATE * (min(_MOST_GAIN, rate / rate_of_all - 1.0) - self._gain)
+        gain = rate / rate_of_all - 1.0 - _SELECTING / (times.verify[num_drafts] + spent)
+        self._gain += _GAIN_RATE * (min(_MOST_GAIN, gain) - self._gain)
         return counts
 
     @override

@@ -1,4 +1,4 @@
-"""How often a controller hears what steps take."""
+"""How often a controller is asked, and hears what steps take and what came of drafts."""
 
 from __future__ import annotations
 
@@ -44,7 +44,48 @@ def test_of_long_steps_more_are_heard_as_long_as_it_takes_little_of_the_time(mon
         return listener.num_heard - before
 
     assert run(63) == 63
-    assert run(2080) == pytest.approx(2080 * share, rel=0.02)
+    assert run(2080) == pytest.approx(2080 * share, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "planned", "looked"), [(1e-5, 1 / 48, 1 / 12), (1.27e-3, 1 / 22, 1 / 8), (1e-2, 1 / 6, 1 / 3)]
+)
+def test_in_short_steps_plans_and_outcomes_are_asked_for_seldom(monkeypatch, seconds, planned, looked):
+    now, num_plans, num_looks = 0.0, 0, 0
+    monkeypatch.setattr(draft_planner, "time", SimpleNamespace(perf_counter=lambda: now))
+
+    def plan(candidates, num_steps):
+        nonlocal num_plans
+        num_plans += 1
+        return Plan([], num_steps=6)
+
+    def selects():
+        nonlocal num_looks
+        num_looks += 1
+        return False
+
+    listener = Listener()
+    listener.plan, listener.selects = plan, selects
+    planner = DraftPlanner(listener)
+    entries = [SimpleNamespace(num_new_tokens=1, draft=NO_DRAFT, context_len=10)]
+
+    def run(num_steps):
+        nonlocal now
+        for _ in range(num_steps):
+            planner.begin()
+            now += seconds
+            if planner.tells:
+                planner.scored(entries)
+            planner.plan([])
+            planner.select([], [])
+
+    run(64)
+    assert num_plans == 64 // 6 + 1  # as good as it says, while little is known of steps
+    assert num_looks == 64
+    num_plans = num_looks = 0
+    run(4800)
+    assert num_plans == pytest.approx(4800 * planned, rel=0.03)
+    assert num_looks == pytest.approx(4800 * looked, rel=0.03)
 
 
 def test_of_a_trial_all_steps_are_heard_but_the_first_and_none_for_it_behind_it():
