@@ -6,10 +6,12 @@ import contextlib
 import hashlib
 import json
 import logging
+import math
 import os
 import platform
 import tempfile
 import time
+from collections.abc import Callable
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -42,12 +44,14 @@ _FEW = 8  # sequences, whose proposals take a time that hardly depends on how ma
 _FURTHER = NUM_NEW - 1  # passes of a proposal behind its first one, timed together
 _GREEDY = SamplingRequest(SamplingParams(temperature=0), 0, (), ())
 # Besides the passes, until it has been seen: of a step and each of its sequences, of a proposal and each of those.
-_STEP_SECONDS, _SEQUENCE_SECONDS = 6e-5, 1.2e-5
-_PROPOSAL_SECONDS, _DRAFTING_SECONDS = 6e-5, 1.6e-5
+_STEP_SECONDS, _SEQUENCE_SECONDS = 7e-5, 2.3e-5
+_PROPOSAL_SECONDS, _DRAFTING_SECONDS = 7e-5, 4e-5
 _OF_SEQUENCES = {"seconds_per_drafting": _DRAFTING_SECONDS, "seconds_per_sequence": _SEQUENCE_SECONDS}
-_FITS = 32  # rows, at most, of passes that are bound by reading weights: to them it matters what is in the caches
+# Rows, at most, of passes that are bound by reading weights: to them it matters what is in the caches. Those learn only
+# slowly that weights are read again and again: so many passes, or such a time, go before the ones that are timed.
+_FITS, _WARMING, _WARMING_SECONDS = 32, 8, 4e-3
 _BYTES_PER_SECOND = 1e10  # of weights, where nothing can be measured
-_VERSION = 22  # of what is kept
+_VERSION = 23  # of what is kept
 
 
 def get_planner(
@@ -137,16 +141,26 @@ def guessed_costs(target: ModelRunner, draft: ModelRunner | None) -> CostModel:
 
 
 def _verified(target: ModelRunner, drafter: DraftModelDrafter | None, saved: list, rows: list[RaggedRow]) -> float:
-    """A pass behind one of its own kind and a drafter's."""
+    """A pass behind some of its own kind and a drafter's."""
     num_rows = sum(len(row.token_ids) for row in rows)
-    undisturbed = 0.0
-    for _ in range(2 if num_rows == 1 else num_rows <= _FITS):
-        undisturbed = _forward(target, rows)
-    if drafter is not None:
+    undisturbed = _warm(partial(_forward, target, rows)) if num_rows <= _FITS else math.inf
+    if drafter is None:
+        return min(undisturbed, _forward(target, rows))
+    for _ in range(2 if num_rows <= _FITS else 1):
         _proposal(drafter, sequences(drafter.runner, Shape(1, 1)), 2)
-    seconds = _forward(target, rows)
+        seconds = _forward(target, rows)
     if num_rows == 1:
         saved.append(seconds - undisturbed)
+    return seconds
+
+
+def _warm(run: Callable[[], float]) -> float:
+    """The seconds of the last of some runs."""
+    start = time.perf_counter()
+    for _ in range(_WARMING):
+        seconds = run()
+        if time.perf_counter() - start > _WARMING_SECONDS:
+            break
     return seconds
 
 

@@ -32,7 +32,7 @@ _NEAR = 4  # tokens: catching up with so few is part of any proposal
 _TO_BEGIN, _TO_GO_ON = 0.04, 0.015
 _DOUBT_TO_BEGIN, _DOUBT_TO_GO_ON = 1 / 3, 1 / 6  # standard deviations
 _EARLY = 0.4  # divided by the square root of the number of outcomes
-_REPAID_WITHIN = 128  # tokens
+_REPAID_WITHIN = 128, 0.5  # tokens, and of those that may come, which are the most that will
 _USES = 32  # of a table of times, until it is made anew
 _NOTHING = 0.02  # of a step: what this saves is not worth looking for
 _SELECTING = 4e-5  # seconds that it takes
@@ -237,7 +237,8 @@ class AdaptiveController(MeasuringController):
         draft, num_drafting = self.costs.draft, sum(map(bool, counts))
         catching_up = draft.of_rows(num_drafting + backlog) - draft.of_rows(num_drafting)  # in the first pass
         repaid = gained * backlog / catching_up if catching_up > 0 else math.inf  # tokens, for each that is to come
-        num_left = [_REPAID_WITHIN if c.num_left is None else min(_REPAID_WITHIN, c.num_left) for c in candidates]
+        most, share = _REPAID_WITHIN
+        num_left = [most if c.num_left is None else min(most, share * c.num_left) for c in candidates]
         return [c.lag <= max(_NEAR, repaid * num) for c, num in zip(candidates, num_left, strict=True)]
 
     def _logits(self, candidates: Sequence[Candidate]) -> list[float]:

@@ -9,6 +9,7 @@ from specpaged.speculation.cost_model import CostModel
 
 SHORTEST = 4  # tokens: a pass of a few rows costs hardly more than one of one
 _COLD = 1.5  # times what a pass takes in a run of others: the drafter's weights are in no cache, and prompts are long
+_DEBT = 4.0  # times the most credit, that one look may take of who has it, or has never looked
 _KNOWN = 4.0  # outcomes of a request, which make a look at another of twice the lag as welcome
 
 
@@ -18,9 +19,12 @@ class Looks:
     def __init__(self, costs: CostModel):
         self.costs = costs
         self.credit = costs.target.of_rows(1)  # in advance: at first nothing is known of any drafts
+        self.most = 4.0 * self.credit
+        self._num_looks = 0
 
     def earn(self, seconds: float, most: float) -> None:
         """More credit, up to `most` in all: what nobody needed for long is not spent at once later."""
+        self.most = most
         self.credit = min(most, self.credit + seconds)
 
     def choose(
@@ -30,7 +34,8 @@ class Looks:
 
         Of each so many outcomes are known. Where others draft, their first pass has room for a few rows more; else it
         takes one of its own, for which a few tokens should have come together. Who is too far behind for the credit is
-        given up.
+        given up; but prompts are long, and of nobody's drafts would ever be known whether they stand: one may be looked
+        at on debt.
         """
         is_alone = not any(counts)
         idle = [
@@ -47,9 +52,11 @@ class Looks:
         for _, i in sorted(idle):
             num_rows = candidates[i].lag - 1  # the newest token has no successor yet
             seconds = _COLD * (draft.of_rows(rows + num_rows) - before)
-            if seconds > self.credit:
+            may_owe = not looks and (self.credit >= self.most or not self._num_looks)
+            if seconds > self.credit and not (may_owe and seconds <= _DEBT * self.most):
                 continue
             looks.append(i)
             rows, spent = rows + num_rows, seconds
         self.credit -= spent
+        self._num_looks += len(looks)
         return looks

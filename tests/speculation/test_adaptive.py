@@ -95,15 +95,33 @@ def test_where_no_requests_drafts_would_pay_hardly_anybody_looks():
     assert shares[0] < 0.5 * LOOKING < 0.7 * LOOKING < shares[1] <= LOOKING + 0.004
 
 
-@pytest.mark.parametrize(("num_left", "drafts"), [(8, False), (100, True), (None, True)])
+@pytest.mark.parametrize(("num_left", "drafts"), [(8, False), (100, False), (200, True), (None, True)])
 def test_who_comes_catches_up_if_its_own_tokens_repay_that_whatever_the_others_gain(num_left, drafts):
-    """With drafts that stand at 0.6, a token of eight sequences gains 15 us; 300 tokens take the drafter 0.9 ms."""
+    """With drafts that stand at 0.6, a token of eight sequences gains 15 us; 300 tokens take the drafter 0.9 ms.
+
+    Of the tokens that may come, half are counted on.
+    """
     controller = AdaptiveController(costs(0.05))
     running = [Candidate(i, 8, num_left=100) for i in range(7)]
     newcomer = Candidate(7, 8, lag=300, num_left=num_left)
     counts = controller.plan([*running, newcomer], 1).num_draft_tokens
     assert all(counts[:7])
     assert bool(counts[7]) == drafts
+
+
+def test_of_long_prompts_one_is_looked_at_on_debt_at_first_and_when_all_credit_has_been_saved():
+    """A look takes 13.5 ms, as it is accounted for; at most 4 ms are saved, and 1 ms is there in advance."""
+    looks = Looks(costs(0.15))
+    candidates = [Candidate(i, 8, lag=1000, num_unseen=20) for i in range(3)]
+    looked = []
+    for _ in range(2500):
+        looks.earn(1e-5, most=4e-3)
+        looked.append(looks.choose(candidates, [0] * 3, [0] * 3))
+    assert [len(chosen) for chosen in looked if chosen] == [1, 1]
+    assert looked[0]
+    assert looks.credit == pytest.approx(1e-3 + 2500 * 1e-5 - 2 * 13.5e-3, abs=5e-4)
+    too_long = [Candidate(0, 8, lag=2000, num_unseen=20)]
+    assert not Looks(looks.costs).choose(too_long, [0], [0])
 
 
 def test_what_nobody_looked_for_is_not_spent_at_once_later():
