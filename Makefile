@@ -2,6 +2,7 @@
 # make test     run the tests       make lint   ruff, formatting included
 # make bench    benchmarks          make bench-rollback   what rolling back costs, with a picture in OUT
 # make bench-adaptive  decisions of every step beside every fixed K, on pairs of every kind, with 1 and 2 threads
+# make bench-peers  OpenVINO GenAI and llama.cpp, built here into .venv-peers, beside ours on this CPU
 # make sanitize the C++ kernels' tests under the address and undefined-behaviour sanitizers
 # make install-vllm  vLLM for CPUs beside it (make test does so)
 # make test-oldest                  the tests on the oldest supported versions, without vLLM
@@ -16,7 +17,7 @@ VLLM ?= $(if $(filter Linux-x86_64,$(shell uname -sm | tr ' ' -)),install-vllm)
 TORCH_INDEX_URL ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org/whl/cpu)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: install install-vllm demo test variants lint format bench bench-rollback bench-adaptive sanitize test-oldest clean
+.PHONY: install install-vllm demo test variants lint format bench bench-rollback bench-adaptive bench-peers sanitize test-oldest clean
 
 install: $(VENV)/.installed
 
@@ -62,6 +63,18 @@ bench-adaptive: install
 	  $(BIN)/python -m benchmarks.adaptive --threads $$threads --batch-sizes 1,8,32 --ks 1,2,3,5 --out $(OUT)/adaptive; \
 	done
 
+# What cannot be installed is named by the benchmark, and left out.
+bench-peers: install .venv-peers/.installed
+	for threads in 1 2; do \
+	  $(BIN)/python -m benchmarks.cpu_peers --python .venv-peers/bin/python --threads $$threads --out $(OUT)/peers; \
+	done
+
+.venv-peers/.installed: requirements-peers.txt
+	$(PYTHON) -m venv .venv-peers
+	-$(if $(TORCH_INDEX_URL),.venv-peers/bin/python -m pip install --quiet --index-url $(TORCH_INDEX_URL) torch)
+	while read -r package; do .venv-peers/bin/python -m pip install --quiet "$$package"; done < requirements-peers.txt
+	touch $@
+
 # Leaks are not looked for, as Python has its own; nor is memory limited, which the sanitizers need themselves.
 sanitize: install
 	LD_PRELOAD=$$(g++ -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 \
@@ -73,4 +86,4 @@ test-oldest:
 	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt VLLM=
 
 clean:
-	rm -rf .venv .venv-oldest build *.egg-info
+	rm -rf .venv .venv-oldest .venv-peers build *.egg-info

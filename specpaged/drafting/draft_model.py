@@ -163,11 +163,14 @@ class DraftModelDrafter:
                     for i, token_id in zip(steps.request_idx[step - 1], last.tolist(), strict=True):
                         token_ids[i].append(token_id)
             seen = [step] * len(request_idx)
+            if not self.with_probs:
+                chosen = sampling.choose(logits, request_idx, seen, token_ids, wants_logprobs=True)
+                drafted.append(DraftedTokens(chosen.token_ids, chosen.logprobs))
+                continue
             processed = sampling.process(logits, request_idx, seen, token_ids)
             drafted.append(DraftedTokens.of(processed, sampling.sample(processed, request_idx, seen)[0]))
-            if self.with_probs:
-                for i, row_probs in zip(request_idx, sampling.probs(processed).unbind(), strict=True):
-                    probs[i].append(row_probs)
+            for i, row_probs in zip(request_idx, sampling.probs(processed).unbind(), strict=True):
+                probs[i].append(row_probs)
         steps.drafts(drafted, drafts)
         if self.with_probs:
             for i in steps.request_idx[0]:
@@ -180,8 +183,9 @@ class DraftModelDrafter:
         """
         request_idx = [row.request_idx for row in looking for _ in range(row.num_looked_back)]
         seen = [-back for row in looking for back in range(row.num_looked_back, 0, -1)]
-        processed = sampling.process(logits, request_idx, seen, [()] * len(sampling.requests))
-        return sampling.sample(processed, request_idx, seen)[0] if request_idx else logits.new_zeros(0)
+        if not request_idx:
+            return logits.new_zeros(0)
+        return sampling.choose(logits, request_idx, seen, [()] * len(sampling.requests)).token_ids
 
     @staticmethod
     def _looked_back(drafts: list[Draft], looking: Sequence[DraftRow], looked: Sequence[int]) -> list[Draft]:

@@ -9,6 +9,7 @@ same row processed for the draft model meets the same noise (*coupled* sampling)
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +20,14 @@ from specpaged.sampling.processors import process_rows
 from specpaged.sampling.request import Row, SamplingRequest
 
 Noise = dict[tuple[int, int], Tensor]  # by (seed, output index): [V] fp32
+
+
+class ChosenTokens(NamedTuple):
+    """A token of each of M rows, as `SamplingBatch.sample` says."""
+
+    token_ids: Tensor  # [M] int64
+    ok: Tensor  # [M] bool
+    logprobs: Tensor | None  # [M] fp32: its log-softmax of the processed logits, where that was wanted
 
 
 class SamplingBatch:
@@ -70,11 +79,7 @@ class SamplingBatch:
         """
         if not self.needs_processing:
             return logits
-        rows = [
-            Row(self.requests[i], drafts[i][:seen] if seen else ())
-            for i, seen in zip(request_idx, num_drafts_seen, strict=True)
-        ]
-        return process_rows(logits, rows)
+        return process_rows(logits, self._rows(request_idx, num_drafts_seen, drafts))
 
     def sample(
         self,
@@ -90,6 +95,22 @@ class SamplingBatch:
             processed = self._add_noise(processed, request_idx, num_drafts_seen)
         values, token_ids = processed.max(dim=-1)
         return token_ids, values > float("-inf")
+
+    def choose(
+        self,
+        logits: Tensor,  # [M, V] fp32
+        request_idx: Sequence[int],
+        num_drafts_seen: Sequence[int],
+        drafts: Sequence[Sequence[int]],
+        wants_logprobs: bool = False,
+    ) -> ChosenTokens:
+        """`process`, then `sample`: for who needs nothing in between."""
+        processed = self.process(logits, request_idx, num_drafts_seen, drafts)
+        token_ids, ok = self.sample(processed, request_idx, num_drafts_seen)
+        logprobs = None
+        if wants_logprobs:
+            logprobs = processed.gather(1, token_ids.unsqueeze(-1)).squeeze(-1) - processed.logsumexp(dim=-1)
+        return ChosenTokens(token_ids, ok, logprobs)
 
     def draw_noise(self, request_idx: Sequence[Sequence[int]]) -> None:
         """Make the noise of all drafts at once: request_idx[s] are the requests that draft after s drafts."""
@@ -109,6 +130,14 @@ class SamplingBatch:
         keys = noise_keys(seeds, output_idx, "cpu")
         keys[:, 3] = torch.tensor([not self.requests[i].params.greedy for i in request_idx])
         return keys.to(self.device)
+
+    def _rows(
+        self, request_idx: Sequence[int], num_drafts_seen: Sequence[int], drafts: Sequence[Sequence[int]]
+    ) -> list[Row]:
+        return [
+            Row(self.requests[i], drafts[i][:seen] if seen else ())
+            for i, seen in zip(request_idx, num_drafts_seen, strict=True)
+        ]
 
     def _add_noise(self, processed: Tensor, request_idx: Sequence[int], num_drafts_seen: Sequence[int]) -> Tensor:
         rows, keys = [], []

@@ -68,15 +68,18 @@ def _lowbias32_(x: Tensor) -> Tensor:
     return x
 
 
+def row_keys(seed: int, output_idx: int, purpose: int = SAMPLE) -> tuple[int, int, int]:
+    """The three keys of a row's noise, from 0 to 2^32 - 1."""
+    first = _key(seed, output_idx, purpose)
+    return first & 0xFFFFFFFF, first >> 32, _mix64(first) & 0xFFFFFFFF
+
+
 def noise_keys(
     seeds: Sequence[int], output_idx: Sequence[int], device: torch.device | str, purpose: int = SAMPLE
 ) -> Tensor:
     """[M, 4] int32: the three keys of each (seed, output index) pair, and 1."""
-    keys = []
-    for seed, t in zip(seeds, output_idx, strict=True):
-        first = _key(seed, t, purpose)
-        second = _mix64(first)
-        keys.append((_int32(first), _int32(first >> 32), _int32(second), 1))
+    of_rows = (row_keys(seed, t, purpose) for seed, t in zip(seeds, output_idx, strict=True))
+    keys = [(*map(_int32, of_row), 1) for of_row in of_rows]
     return torch.tensor(keys, dtype=torch.int32, device=device)
 
 

@@ -30,9 +30,7 @@ def process_rows(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     """[M, V] fp32 -> [M, V] fp32: the processed rows, as a new tensor; `rows` says whose each of the M rows is."""
     params = [row.request.params for row in rows]
     out = logits.clone(memory_format=torch.contiguous_format)
-    _mask_tokens_(out, rows)
-    _add_logit_bias_(out, params)
-    _penalise_(out, rows)
+    _edit_(out, rows)
     if any(p.temperature not in (0, 1) for p in params):
         out /= _column(out, [p.temperature or 1.0 for p in params])
     if any(p.min_p > 0 for p in params):
@@ -47,6 +45,25 @@ def process_rows(logits: Tensor, rows: Sequence[Row]) -> Tensor:
         width = max(_FIRST_WIDTH, *(int(k) for k in top_k if k < vocab_size), 0)
         out[part] = keep_top(out[part], top_k.to(out.device), top_p.to(out.device), width)
     return out.masked_fill_(logits.amax(dim=-1, keepdim=True).isnan(), float("nan"))
+
+
+def edit_rows(logits: Tensor, rows: Sequence[Row]) -> Tensor:
+    """[M, V] fp32 -> [M, V] fp32: the processing of single tokens, up to penalties: all before the temperature.
+
+    The input stays untouched and is itself returned where no row asks for any. A row that holds NaN stays one.
+    """
+    if not any(row.request.edits_tokens(row.num_outputs) for row in rows):
+        return logits
+    out = logits.clone(memory_format=torch.contiguous_format)
+    _edit_(out, rows)
+    is_nan = logits.amax(dim=-1, keepdim=True).isnan()
+    return out.masked_fill_(is_nan, float("nan")) if bool(is_nan.any()) else out
+
+
+def _edit_(out: Tensor, rows: Sequence[Row]) -> None:
+    _mask_tokens_(out, rows)
+    _add_logit_bias_(out, [row.request.params for row in rows])
+    _penalise_(out, rows)
 
 
 def _column(like: Tensor, values: Sequence[float]) -> Tensor:

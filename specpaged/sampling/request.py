@@ -55,13 +55,24 @@ class SamplingRequest:
         params = self.params
         return (
             params.temperature not in (0, 1)
-            or self.token_mask is not None
-            or params.allowed_token_ids is not None
-            or bool(self.bad_words_ids or params.logit_bias)
-            or self.has_penalties
+            or self._edits_tokens_throughout
             or params.min_p > 0
             or params.top_k > 0
             or params.top_p < 1
+        )
+
+    def edits_tokens(self, num_outputs: int) -> bool:
+        """Whether single tokens of a row behind so many outputs are treated otherwise than all others."""
+        return self._edits_tokens_throughout or num_outputs < self.params.min_tokens
+
+    @cached_property
+    def _edits_tokens_throughout(self) -> bool:
+        params = self.params
+        return (
+            self.token_mask is not None
+            or params.allowed_token_ids is not None
+            or bool(self.bad_words_ids or params.logit_bias)
+            or self.has_penalties
         )
 
     @property

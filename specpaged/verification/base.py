@@ -40,9 +40,13 @@ class VerifyRows:
     They are the last rows of its RaggedRow: behind the last known token, and behind each draft token.
     """
 
-    logits: Tensor  # [M, V] fp32, processed
+    logits: Tensor  # [M, V] fp32, raw
     request_idx: list[int]  # [M]
     num_drafts_seen: list[int]  # [M]
+
+    def processed(self, draft: DraftOutput, sampling: SamplingBatch) -> Tensor:
+        """[M, V] fp32"""
+        return sampling.process(self.logits, self.request_idx, self.num_drafts_seen, draft.token_ids)
 
 
 class Verifier(ABC):
@@ -62,10 +66,7 @@ class Verifier(ABC):
             matched = accept_matching(draft.token_ids, *logits.on_host())
             return VerifyOutput(*matched, [None] * len(draft.token_ids))
         request_idx, num_drafts_seen = verify_rows(draft.token_ids)
-        processed = sampling.process(logits, request_idx, num_drafts_seen, draft.token_ids)
-        token_ids, num_accepted, failed = self.match(
-            VerifyRows(processed, request_idx, num_drafts_seen), draft, sampling
-        )
+        token_ids, num_accepted, failed = self.match(VerifyRows(logits, request_idx, num_drafts_seen), draft, sampling)
         logprobs = output_logprobs(logits, draft.token_ids, token_ids, sampling)
         return VerifyOutput(token_ids, num_accepted, failed, logprobs)
 

@@ -26,5 +26,5 @@ class CoupledVerifier(Verifier):
 
     @override
     def match(self, rows: VerifyRows, draft: DraftOutput, sampling: SamplingBatch) -> Matched:
-        sampled, ok = sampling.sample(rows.logits, rows.request_idx, rows.num_drafts_seen)
-        return accept_matching(draft.token_ids, sampled.tolist(), ok.tolist())
+        chosen = sampling.choose(rows.logits, rows.request_idx, rows.num_drafts_seen, draft.token_ids)
+        return accept_matching(draft.token_ids, chosen.token_ids.tolist(), chosen.ok.tolist())

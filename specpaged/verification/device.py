@@ -30,7 +30,7 @@ class KernelCoupledVerifier(CoupledVerifier):
         if not _fits(draft.token_ids):
             return super().match(rows, draft, sampling)
         keys = sampling.noise_keys(rows.request_idx, rows.num_drafts_seen)
-        return _matched(accept(rows.logits, *_packed(draft.token_ids, rows.logits.device), keys))
+        return _matched(accept(rows.processed(draft, sampling), *_packed(draft.token_ids, rows.logits.device), keys))
 
 
 class KernelRejectionVerifier(RejectionVerifier):
@@ -40,15 +40,15 @@ class KernelRejectionVerifier(RejectionVerifier):
     def match(self, rows: VerifyRows, draft: DraftOutput, sampling: SamplingBatch) -> Matched:
         if sampling.all_greedy or not _fits(draft.token_ids):
             return super().match(rows, draft, sampling)
-        device = rows.logits.device
+        processed, device = rows.processed(draft, sampling), rows.logits.device
         seeds = [sampling.requests[i].seed for i in rows.request_idx]
         output_idx = list(map(sampling.output_idx, rows.request_idx, rows.num_drafts_seen))
         uniforms = [uniform(seed, t, ACCEPT) for seed, t in zip(seeds, output_idx, strict=True)]
         return _matched(
             reject(
-                rows.logits,
+                processed,
                 *_packed(draft.token_ids, device),
-                _packed_probs(draft, rows.logits),
+                _packed_probs(draft, processed),
                 torch.tensor(uniforms, dtype=torch.float64).to(device),
                 sampling.noise_keys(rows.request_idx, rows.num_drafts_seen),
                 noise_keys(seeds, output_idx, "cpu", RECOVER).to(device),

@@ -34,7 +34,7 @@ class RejectionVerifier(Verifier):
 
     @override
     def match(self, rows: VerifyRows, draft: DraftOutput, sampling: SamplingBatch) -> Matched:
-        drafts, processed = draft.token_ids, rows.logits
+        drafts, processed = draft.token_ids, rows.processed(draft, sampling)
         sampled, ok = (x.tolist() for x in sampling.sample(processed, rows.request_idx, rows.num_drafts_seen))
         token_ids, num_accepted, failed = accept_matching(drafts, sampled, ok)
         # The rows that judge a draft token by chance, packed: `first_row` of M and `first` of these, per request.

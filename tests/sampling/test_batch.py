@@ -1,7 +1,10 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from specpaged.modeling.forward_output import Argmax
 from specpaged.sampling import get_sampling_batch
@@ -9,6 +12,7 @@ from specpaged.sampling.batch import SamplingBatch
 from specpaged.sampling.request import SamplingRequest
 from specpaged.sampling_params import SamplingParams
 from specpaged_kernels.lm_head import lm_head
+from tests.sampling.test_processors import V, rows_of_logits
 
 
 def request(seed=0, outputs=(), prompt=(1,), **params):
@@ -103,6 +107,38 @@ def test_whoever_decides_a_greedy_token_decides_alike(vocab_size):
     for name, (token_ids, ok) in deciders.items():
         assert ok.tolist() == [bool(ok) for _, ok in expected], name
         assert token_ids[ok].tolist() == [token_id.item() for token_id, ok in expected if ok], name
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(rows_of_logits(), min_size=1, max_size=5), st.integers(0, 2**32))
+def test_the_kernel_chooses_what_is_processed_and_sampled(drawn, seed):
+    logits = torch.tensor([row_logits for row_logits, _ in drawn])
+    requests = [replace(row.request, seed=seed + i) for i, (_, row) in enumerate(drawn)]
+    drafts = [row.drafts for _, row in drawn]
+    rows, seen = list(range(len(drawn))), list(map(len, drafts))
+    classes = [get_sampling_batch(backend) for backend in ("torch", "cpp")]
+    assert classes[0] is not classes[1]
+    expected, found = (
+        of_backend(requests, V, "cpu").choose(logits.clone(), rows, seen, drafts, wants_logprobs=True)
+        for of_backend in classes
+    )
+    assert found.ok.tolist() == expected.ok.tolist()
+    assert found.token_ids[found.ok].tolist() == expected.token_ids[found.ok].tolist()
+    assert found.logprobs[found.ok].tolist() == pytest.approx(expected.logprobs[found.ok].tolist(), abs=2e-5)
+
+
+@pytest.mark.parametrize("vocab_size", [7, 700])
+def test_of_hostile_rows_the_kernel_chooses_alike(vocab_size):
+    logits = hostile_rows(vocab_size)
+    rows, none_seen = list(range(len(logits))), [0] * len(logits)
+    for params in ({}, {"temperature": 0}, {"temperature": 0.7, "top_k": 3}, {"top_p": 0.8, "min_p": 0.1}):
+        requests = [request(seed=i, **params) for i in rows]
+        expected, found = (
+            get_sampling_batch(backend)(requests, vocab_size, "cpu").choose(logits, rows, none_seen, [[]] * len(rows))
+            for backend in ("torch", "cpp")
+        )
+        assert found.ok.tolist() == expected.ok.tolist()
+        assert found.token_ids[found.ok].tolist() == expected.token_ids[found.ok].tolist()
 
 
 def test_greedy_rows_get_no_noise_beside_sampled_ones():

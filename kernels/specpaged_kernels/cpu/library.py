@@ -13,7 +13,7 @@ from torch import Tensor
 from specpaged_kernels.cpu.build import BuildError, load
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-SOURCE = Path(__file__).with_name("greedy.cpp")  # which includes the others
+SOURCE = Path(__file__).with_name("library.cpp")  # which includes the others
 
 # Of status.h: what leads outside of its table.
 _OUTSIDE = (

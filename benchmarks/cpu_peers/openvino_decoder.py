@@ -1,0 +1,59 @@
+"""OpenVINO GenAI's continuous batching, with its defaults: float32 weights, KV in 8 bits."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import openvino
+import openvino_genai
+
+from benchmarks.cpu_peers.worker import Job
+
+_KV_GIB = 2
+
+
+class OpenVino:
+    def __init__(self, job: Job):
+        self.version = f"openvino-genai {importlib.metadata.version('openvino-genai')}, fp32, u8 KV"
+        folder = Path(job.converted)
+        scheduler = openvino_genai.SchedulerConfig()
+        scheduler.cache_size = _KV_GIB
+        scheduler.max_num_seqs = job.max_num_seqs
+        scheduler.max_num_batched_tokens = 2048
+        scheduler.enable_prefix_caching = False
+        properties = {"INFERENCE_NUM_THREADS": job.threads, "INFERENCE_PRECISION_HINT": "f32"}
+        arguments = dict(properties)
+        self.num_drafts = job.num_drafts or 0
+        if job.draft is not None:
+            path = _converted(Path(job.draft), folder / "draft-openvino")
+            arguments["draft_model"] = openvino_genai.draft_model(str(path), "CPU", **properties)
+        target = _converted(Path(job.target), folder / "target-openvino")
+        self.pipeline = openvino_genai.ContinuousBatchingPipeline(str(target), scheduler, "CPU", **arguments)
+
+    def decode(self, prompts: Sequence[Sequence[int]], output_len: int) -> list[list[int]]:
+        config = openvino_genai.GenerationConfig()
+        config.max_new_tokens = output_len
+        config.ignore_eos = True
+        config.do_sample = False
+        if self.num_drafts:
+            config.num_assistant_tokens = self.num_drafts
+        tensors = [openvino.Tensor(np.array([prompt], dtype=np.int64)) for prompt in prompts]
+        results = self.pipeline.generate(tensors, [config] * len(tensors))
+        return [list(result.m_generation_ids[0]) for result in results]
+
+
+def _converted(checkpoint: Path, folder: Path) -> Path:
+    if not (folder / "openvino_model.xml").exists():
+        export = ["optimum.exporters.openvino", "--model", str(checkpoint), "--task", "text-generation-with-past"]
+        subprocess.run([sys.executable, "-m", *export, "--weight-format", "fp32", str(folder)], check=True)
+    return folder
+
+
+def load(job: Job) -> OpenVino:
+    """With the job's threads."""
+    return OpenVino(job)

@@ -1,0 +1,4 @@
+// All kernels, in one library.
+
+#include "greedy.cpp"
+#include "sampling.cpp"
