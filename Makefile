@@ -71,7 +71,7 @@ bench-peers: install .venv-peers/.installed
 
 .venv-peers/.installed: requirements-peers.txt
 	$(PYTHON) -m venv .venv-peers
-	-$(if $(TORCH_INDEX_URL),.venv-peers/bin/python -m pip install --quiet --index-url $(TORCH_INDEX_URL) torch)
+	-$(if $(TORCH_INDEX_URL),.venv-peers/bin/python -m pip install --quiet --retries 0 --timeout 10 --index-url $(TORCH_INDEX_URL) torch)
 	while read -r package; do .venv-peers/bin/python -m pip install --quiet "$$package"; done < requirements-peers.txt
 	touch $@
 

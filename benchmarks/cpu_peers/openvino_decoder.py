@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import openvino
@@ -27,13 +28,13 @@ class OpenVino:
         scheduler.max_num_batched_tokens = 2048
         scheduler.enable_prefix_caching = False
         properties = {"INFERENCE_NUM_THREADS": job.threads, "INFERENCE_PRECISION_HINT": "f32"}
-        arguments = dict(properties)
+        arguments: dict[str, Any] = dict(properties)
         self.num_drafts = job.num_drafts or 0
         if job.draft is not None:
             path = _converted(Path(job.draft), folder / "draft-openvino")
             arguments["draft_model"] = openvino_genai.draft_model(str(path), "CPU", **properties)
         target = _converted(Path(job.target), folder / "target-openvino")
-        self.pipeline = openvino_genai.ContinuousBatchingPipeline(str(target), scheduler, "CPU", **arguments)
+        self.pipeline = openvino_genai.ContinuousBatchingPipeline(str(target), scheduler, "CPU", arguments)
 
     def decode(self, prompts: Sequence[Sequence[int]], output_len: int) -> list[list[int]]:
         config = openvino_genai.GenerationConfig()
@@ -49,8 +50,8 @@ class OpenVino:
 
 def _converted(checkpoint: Path, folder: Path) -> Path:
     if not (folder / "openvino_model.xml").exists():
-        export = ["optimum.exporters.openvino", "--model", str(checkpoint), "--task", "text-generation-with-past"]
-        subprocess.run([sys.executable, "-m", *export, "--weight-format", "fp32", str(folder)], check=True)
+        command = [Path(sys.executable).with_name("optimum-cli"), "export", "openvino", "--model", checkpoint]
+        subprocess.run([*command, "--task", "text-generation-with-past", "--weight-format", "fp32", folder], check=True)
     return folder
 
 
