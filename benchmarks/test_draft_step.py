@@ -26,7 +26,7 @@ def test_draft_step(benchmark, threads, results, batch_size):
     width = CONTEXT_LEN // BLOCK_SIZE + 1
     for implementation in ("flat", "transformers"):
         model = load_model(EMBEDDED_DRAFT, numerics="fast", model_impl=implementation, max_model_len=512)
-        cache = PagedKVCache(model.kv_spec, batch_size * width, BLOCK_SIZE, model.dtype, model.device)
+        cache = PagedKVCache(model.kv_spec, batch_size * width, BLOCK_SIZE, model.kv_dtype, model.device)
         for layer in cache.layers:
             layer.zero_()
         runners[implementation] = ModelRunner(model, cache)

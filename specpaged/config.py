@@ -29,10 +29,13 @@ EMBEDDED_DRAFT = str(ASSETS / "draft")
 class EngineConfig:
     """Everything an engine needs beside the models. Sizes are in tokens, memory is in bytes.
 
-    `kv_cache_memory_bytes` None takes what `max_num_seqs` full-length sequences need, at most 1 GiB on a CPU and
-    80 % of what is free on a GPU. `max_model_len` None takes the target's max_position_embeddings; where
-    `kv_cache_memory_bytes` is None, too, no more than that memory holds of one sequence. `attention_backend` serves
-    both models; "auto" is what the environment variable SPECPAGED_ATTENTION_BACKEND says, or else Triton's kernels on a
+    `kv_cache_dtype` is what the target's keys and values are stored as: "auto" in the dtype of its arithmetic; where a
+    narrower one rounds them, plain decoding reads the same rounded ones, and outputs stay exact. The draft's is in
+    `speculative_config`. `kv_cache_memory_bytes` None takes what `max_num_seqs` full-length sequences need, at most
+    1 GiB on a CPU and 80 % of what is free on a GPU. `max_model_len` None takes the target's max_position_embeddings;
+    where `kv_cache_memory_bytes` is None, too, no more than that memory holds of one sequence.
+
+    `attention_backend` serves both models; "auto" is what the environment variable SPECPAGED_ATTENTION_BACKEND says, or else Triton's kernels on a
     GPU and C++ ones on a CPU, and torch where those cannot be had. `model_impl` serves both models, too: "auto" is the
     flat decoder for the families that it covers, and else the model's own modules in transformers. On a GPU the flat
     decoder's passes are captured as CUDA graphs unless `enforce_eager`. Unless told otherwise, `LLM(device="cuda")`
@@ -49,6 +52,7 @@ class EngineConfig:
     dtype: str = "auto"
     device: str = "cpu"
     block_size: int = 16
+    kv_cache_dtype: str = "auto"
     kv_cache_memory_bytes: int | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 32
@@ -68,6 +72,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         check_choice("numerics", self.numerics, NUMERICS)
         check_choice("dtype", self.dtype, DTYPES)
+        check_choice("kv_cache_dtype", self.kv_cache_dtype, DTYPES)
         check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
         check_choice("model_impl", self.model_impl, MODEL_IMPLS)
         check_int("block_size", self.block_size, 1)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from specpaged.checks import check_choice, check_int
-from specpaged.config import NUMERICS
+from specpaged.config import DTYPES, NUMERICS
 
 MAX_ADAPTIVE_DRAFT_TOKENS = 8  # that an adaptive drafter goes deep, where a user names no maximum
 METHODS = ("draft_model", "ngram")
@@ -31,7 +31,8 @@ class SpeculativeConfig:
 
     `method` "ngram" is prompt lookup: no model drafts, and the last `prompt_lookup_max` tokens, or fewer, down to
     `prompt_lookup_min`, are looked for in what came before (5 by default; one of them said alone serves for both).
-    `numerics` is the draft's own: only the target decides tokens, so a fast draft costs nothing in exactness.
+    `numerics` is the draft's own: only the target decides tokens, so a fast draft costs nothing in exactness; nor does
+    `kv_cache_dtype`, what its keys and values are stored as ("auto": in the dtype of its arithmetic).
     `num_speculative_tokens` is K at every batch size; with "auto", the default, it is decided in every step, from
     measured cost and acceptance, and is `max_num_speculative_tokens` at most (8 by default).
     `num_speculative_tokens_per_batch_size` holds [first, last, K] ranges of the number of running sequences instead
@@ -47,6 +48,7 @@ class SpeculativeConfig:
     max_num_speculative_tokens: int | None = None
     num_speculative_tokens_per_batch_size: Sequence[Sequence[int]] | None = None
     numerics: str = "fast"
+    kv_cache_dtype: str = "auto"
     verification: str = "coupled"
     prompt_lookup_min: int | None = None
     prompt_lookup_max: int | None = None
@@ -57,6 +59,12 @@ class SpeculativeConfig:
         check_choice("speculative_config['method']", self.method, METHODS)
         self._check_prompt_lookup()
         check_choice("speculative_config['numerics']", self.numerics, NUMERICS)
+        check_choice("speculative_config['kv_cache_dtype']", self.kv_cache_dtype, DTYPES)
+        if self.method == "ngram" and self.kv_cache_dtype != "auto":
+            raise ValueError(
+                f"speculative_config['kv_cache_dtype']={self.kv_cache_dtype!r} is for method 'draft_model'; method "
+                "'ngram' has no KV"
+            )
         check_choice("speculative_config['verification']", self.verification, VERIFICATIONS)
         if self.num_speculative_tokens not in (None, "auto"):
             check_int("speculative_config['num_speculative_tokens']", self.num_speculative_tokens, 0)

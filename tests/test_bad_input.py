@@ -303,6 +303,10 @@ K = "speculative_config['num_speculative_tokens']"
         ({"method": None}, "speculative_config['method']=None is not known; allowed: 'draft_model'"),
         ({"numerics": "sloppy"}, "speculative_config['numerics']='sloppy' is not known; allowed: 'exact', 'fast'"),
         (
+            {"kv_cache_dtype": "fp8"},
+            "speculative_config['kv_cache_dtype']='fp8' is not known; allowed: 'auto', 'float32', 'bfloat16', ",
+        ),
+        (
             {"verification": "typical"},
             "['verification']='typical' is not known; allowed: 'greedy', 'coupled', 'rejection'",
         ),
@@ -351,6 +355,10 @@ def test_a_speculative_config_of_another_type_is_refused(toy_pair, no_models, va
     [
         ({"dtype": "fp8"}, "dtype='fp8' is not known; allowed: 'auto', 'float32', 'bfloat16', 'float16'"),
         ({"numerics": "sloppy"}, "numerics='sloppy' is not known; allowed: 'exact', 'fast'"),
+        (
+            {"kv_cache_dtype": "fp8"},
+            "kv_cache_dtype='fp8' is not known; allowed: 'auto', 'float32', 'bfloat16', 'float16'",
+        ),
         ({"block_size": 0}, "block_size=0 must be an int >= 1"),
         ({"max_num_seqs": 0}, "max_num_seqs=0 must be an int >= 1"),
         ({"max_num_seqs": 2.0}, "max_num_seqs=2.0 must be an int >= 1"),

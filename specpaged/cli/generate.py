@@ -27,6 +27,8 @@ def generate(
     temperature: options.Temperature = 0.0,
     seed: options.Seed = None,
     dtype: options.DType = "auto",
+    kv_cache_dtype: options.KVCacheDType = "auto",
+    draft_kv_cache_dtype: options.DraftKVCacheDType = "auto",
     device: options.Device = "cpu",
     numerics: options.Numerics = "exact",
     attention_backend: options.AttentionBackend = "auto",

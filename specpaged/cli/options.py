@@ -34,6 +34,10 @@ MaxTokens = Annotated[int, typer.Option(min=1, help="Tokens to generate for each
 Temperature = Annotated[float, typer.Option(min=0.0, help="0: greedy.")]
 Seed = Annotated[int | None, typer.Option(min=0, help="Seed of sampled output; prompt i uses seed + i.")]
 DType = Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")]
+KVCacheDType = Annotated[
+    str, typer.Option(help=f"What the target's keys and values are stored as: one of {', '.join(DTYPES)}.")
+]
+DraftKVCacheDType = Annotated[str, typer.Option(help="The same of the draft model.")]
 Numerics = Annotated[str, typer.Option(help=f"One of {', '.join(NUMERICS)}.")]
 AttentionBackend = Annotated[str, typer.Option(help=f"One of {', '.join(ATTENTION_BACKENDS)}.")]
 ModelImpl = Annotated[str, typer.Option(help=f"One of {', '.join(MODEL_IMPLS)}.")]

@@ -81,6 +81,7 @@ class Job:
         seed: int | None,
         threads: int | None,
         output: Path | None,
+        draft_kv_cache_dtype: str = "auto",
         texts: Sequence[str] | None = None,
         **engine_arguments: Any,
     ) -> Job:
@@ -108,6 +109,7 @@ class Job:
         if not lacks_draft:
             k = num_speculative_tokens
             speculative = {"method": method, "model": draft_model, "num_speculative_tokens": k}
+            speculative["kv_cache_dtype"] = draft_kv_cache_dtype
         llm = LLM(model, speculative_config=speculative, **engine_arguments)
         room = llm.config.max_model_len - max_tokens
         if room < 1:

@@ -204,7 +204,7 @@ def _path(target: ModelRunner, draft: ModelRunner | None, most_rows: int) -> Pat
         if runner is not None:
             model = runner.model
             facts += [model.architecture, model.num_parameters, model.weight_bytes, str(model.dtype), model.backend]
-            facts += [model.numerics_scheme, runner.graphs is not None, runner.kv_cache.block_size]
+            facts += [str(model.kv_dtype), model.numerics_scheme, runner.graphs is not None, runner.kv_cache.block_size]
     return folder / f"costs-{hashlib.sha256(repr(facts).encode()).hexdigest()[:24]}.json"
 
 

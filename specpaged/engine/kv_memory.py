@@ -35,7 +35,7 @@ def new_kv_caches(config: EngineConfig, models: Sequence[LoadedModel]) -> list[P
     """
     check(config, models)
     num_blocks = _num_blocks(config, models)
-    return [PagedKVCache(m.kv_spec, num_blocks, config.block_size, m.dtype, m.device) for m in models]
+    return [PagedKVCache(m.kv_spec, num_blocks, config.block_size, m.kv_dtype, m.device) for m in models]
 
 
 def check(config: EngineConfig, models: Sequence[LoadedModel]) -> None:
@@ -75,7 +75,7 @@ def max_draft_tokens(config: EngineConfig) -> int:
 
 def bytes_per_token(models: Sequence[LoadedModel]) -> int:
     """Bytes of one token's KV in the pools of all models."""
-    return sum(model.kv_spec.num_elements * model.dtype.itemsize for model in models)
+    return sum(model.kv_spec.num_elements * model.kv_dtype.itemsize for model in models)
 
 
 def default_bytes(config: EngineConfig) -> int:

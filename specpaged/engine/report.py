@@ -57,6 +57,7 @@ class ModelReport:
     kv_bytes_per_token: int
     dtype: str  # of the arithmetic
     storage: str  # of weights that are stored in another one
+    kv_dtype: str
     numerics: str
 
     @classmethod
@@ -77,14 +78,17 @@ class ModelReport:
             runner.kv_cache.bytes_per_token,
             str(model.dtype).removeprefix("torch."),
             model.storage,
+            str(model.kv_dtype).removeprefix("torch."),
             model.numerics_scheme,
         )
 
     def __str__(self) -> str:
         storage = f" (stored as {self.storage})" if self.storage else ""
+        kv_dtype = f" (stored as {self.kv_dtype})" if self.kv_dtype != self.dtype else ""
         return (
             f"{self.role:<7}{self.architecture}, {self.num_parameters / 1e6:.2f} M parameters, {self.dtype}, "
-            f"weights {human_bytes(self.weight_bytes)}{storage}, KV {human_bytes(self.kv_bytes_per_token)} per token\n"
+            f"weights {human_bytes(self.weight_bytes)}{storage}, "
+            f"KV {human_bytes(self.kv_bytes_per_token)} per token{kv_dtype}\n"
             f"       decoder {self.decoder}\n"
             f"       numerics {self.numerics}"
         )

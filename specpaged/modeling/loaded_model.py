@@ -26,7 +26,8 @@ class LoadedModel:
     hf_config: PreTrainedConfig
     name: str  # the path or hub id that was asked for
     architecture: str
-    dtype: torch.dtype
+    dtype: torch.dtype  # of the arithmetic
+    kv_dtype: torch.dtype  # that keys and values are stored as
     device: torch.device
     vocab_size: int  # rows of the output layer
     max_model_len: int

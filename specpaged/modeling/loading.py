@@ -25,12 +25,14 @@ from specpaged.modeling.transformers_source import TransformersSource
 from specpaged.paging.kv_cache import KVSpec
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+KV_DTYPE_BACKENDS = ("cpp", "torch")  # whose attention reads KV of another dtype than its own
 
 
 def load_model(
     model: str,
     *,
     dtype: str = "auto",
+    kv_cache_dtype: str = "auto",
     device: str | torch.device = "cpu",
     trust_remote_code: bool = False,
     max_model_len: int | None = None,
@@ -59,6 +61,7 @@ def load_model(
     geometries = {(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in source.layers}
     placement = (device, source.dtype, geometries, block_size, source.vocab_size, numerics)
     backend, not_ours = choose_backend(attention_backend, *placement)
+    kv_dtype = _check_kv_dtype(kv_cache_dtype, source.dtype, backend)
     group = max(hq // hkv for hq, hkv, _ in geometries)
     synthetic = getattr(config, "synthetic", None)  # see specpaged.testing
     facts = dict(
@@ -69,6 +72,7 @@ def load_model(
         name=model,
         architecture=source.architecture + (f" ({synthetic})" if synthetic else ""),
         dtype=source.dtype,
+        kv_dtype=kv_dtype,
         device=device,
         vocab_size=source.vocab_size,
         max_model_len=max_model_len,
@@ -194,6 +198,18 @@ def _check_dtype(dtype: str, device: torch.device) -> torch.dtype | None:
     if dtype == "float16" and device.type == "cpu":
         raise ValueError("dtype 'float16' is not supported on a CPU; use 'float32' (or 'bfloat16')")
     return DTYPES[dtype]
+
+
+def _check_kv_dtype(kv_cache_dtype: str, dtype: torch.dtype, backend: str) -> torch.dtype:
+    """What keys and values are stored as. Raises ValueError."""
+    check_choice("kv_cache_dtype", kv_cache_dtype, ("auto", *DTYPES))
+    wanted = DTYPES.get(kv_cache_dtype, dtype)
+    if wanted != dtype and backend not in KV_DTYPE_BACKENDS:
+        raise ValueError(
+            f"kv_cache_dtype={kv_cache_dtype!r} beside {str(dtype).removeprefix('torch.')} is for attention_backend "
+            f"{' and '.join(KV_DTYPE_BACKENDS)}; here it is {backend!r}; allowed: 'auto'"
+        )
+    return wanted
 
 
 def _check_max_model_len(max_model_len: int | None, config: PreTrainedConfig, model: str) -> int:

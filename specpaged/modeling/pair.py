@@ -38,6 +38,7 @@ class ModelPair:
         target = load_model(
             config.model,
             dtype=config.dtype,
+            kv_cache_dtype=config.kv_cache_dtype,
             max_model_len=config.max_model_len,
             numerics=config.numerics,
             shard=shard,
@@ -86,6 +87,7 @@ def _load_draft(
     draft = load_model(
         speculative.model,
         dtype=str(target.dtype).removeprefix("torch."),
+        kv_cache_dtype=speculative.kv_cache_dtype,
         max_model_len=target.max_model_len,
         numerics=speculative.numerics,
         **_shared_arguments(config),

@@ -23,7 +23,7 @@ HALF_TOLERANCE_PER_LAYER = 0.035
 
 
 def _runner(model: LoadedModel, num_blocks: int, block_size: int) -> ModelRunner:
-    cache = PagedKVCache(model.kv_spec, num_blocks, block_size, model.dtype, model.device)
+    cache = PagedKVCache(model.kv_spec, num_blocks, block_size, model.kv_dtype, model.device)
     return ModelRunner(model, cache)
 
 
@@ -71,7 +71,7 @@ def check_against_eager(model: LoadedModel, block_size: int) -> None:
         finally:
             model.decoder.module.set_attn_implementation(HOOK)
     apart = torch.cat(parts) - eager
-    if model.dtype == torch.float32:
+    if model.dtype == model.kv_dtype == torch.float32:
         tolerance = FLOAT32_TOLERANCE
         difference = float(apart.norm() / eager.norm().clamp(min=1e-6))
     else:

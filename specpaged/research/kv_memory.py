@@ -22,8 +22,8 @@ def new_kv_caches(config: EngineConfig, models: Sequence[LoadedModel]) -> list[D
     num_rows, num_columns = config.max_num_seqs, _num_columns(config, models)
     if config.rollback == "group":
         num_caches = config.num_residents
-        return [GroupKVCache(m.kv_spec, num_rows, num_columns, m.dtype, m.device, num_caches) for m in models]
-    return [DenseKVCache(m.kv_spec, num_rows, num_columns, m.dtype, m.device) for m in models]
+        return [GroupKVCache(m.kv_spec, num_rows, num_columns, m.kv_dtype, m.device, num_caches) for m in models]
+    return [DenseKVCache(m.kv_spec, num_rows, num_columns, m.kv_dtype, m.device) for m in models]
 
 
 def check(config: EngineConfig, models: Sequence[LoadedModel]) -> None:

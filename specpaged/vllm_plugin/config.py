@@ -9,7 +9,7 @@ from typing import Any
 from vllm.config import VllmConfig
 
 from specpaged.checks import check_choice
-from specpaged.config import ATTENTION_BACKENDS, MODEL_IMPLS, NUMERICS, EngineConfig
+from specpaged.config import ATTENTION_BACKENDS, DTYPES, MODEL_IMPLS, NUMERICS, EngineConfig
 from specpaged.speculative_config import METHODS, SpeculativeConfig
 
 LOAD_FORMATS = ("auto", "hf", "safetensors")
@@ -18,9 +18,12 @@ OPTIONS: dict[str, tuple[str | bool, ...]] = {
     "adaptive": (True, False),
     "numerics": NUMERICS,
     "draft_numerics": NUMERICS,
+    "kv_cache_dtype": DTYPES,
+    "draft_kv_cache_dtype": DTYPES,
     "attention_backend": ATTENTION_BACKENDS,
     "model_impl": MODEL_IMPLS,
 }
+DRAFT_OPTIONS = [key for key in OPTIONS if key.startswith("draft_")]
 
 
 def engine_config(vllm_config: VllmConfig, device: str) -> EngineConfig:
@@ -34,12 +37,13 @@ def engine_config(vllm_config: VllmConfig, device: str) -> EngineConfig:
         raise ValueError(f"{refused} under specpaged's worker")
     given = options(vllm_config.additional_config)
     model, scheduler, cache = vllm_config.model_config, vllm_config.scheduler_config, vllm_config.cache_config
-    draft_numerics = given.pop("draft_numerics", None)
+    of_draft = {key.removeprefix("draft_"): given.pop(key) for key in DRAFT_OPTIONS if key in given}
     has_draft = vllm_config.speculative_config is not None and vllm_config.speculative_config.method == "draft_model"
-    if draft_numerics is not None and not has_draft:
+    if of_draft and not has_draft:
+        name, value = next(iter(of_draft.items()))
         raise ValueError(
-            f"--additional-config specpaged['draft_numerics']={draft_numerics!r} needs a speculative_config with the "
-            "method draft_model"
+            f"--additional-config specpaged['draft_{name}']={value!r} needs a speculative_config with the method "
+            "draft_model"
         )
     speculative = None
     is_adaptive = given.pop("adaptive", True)
@@ -48,8 +52,8 @@ def engine_config(vllm_config: VllmConfig, device: str) -> EngineConfig:
         of_method = {"model": asked.model}
         if asked.method == "ngram":
             of_method = {"prompt_lookup_min": asked.prompt_lookup_min, "prompt_lookup_max": asked.prompt_lookup_max}
-        elif draft_numerics is not None:
-            of_method["numerics"] = draft_numerics
+        else:
+            of_method |= of_draft
         if is_adaptive and not asked.num_speculative_tokens_per_batch_size:
             of_method |= {"num_speculative_tokens": "auto", "max_num_speculative_tokens": asked.num_speculative_tokens}
         else:  # of which vLLM's scheduler asks fewer, where it is told so by batch size

@@ -33,7 +33,7 @@ def run_largest_step(pair: ModelPair, config: EngineConfig) -> None:
     max_draft_tokens = config.speculative_config.max_draft_tokens if config.speculative_config else 0
     drafts = [[0] * min(max_draft_tokens, length - 1) for length in lens]
     for model in reversed(pair.models):
-        cache = PagedKVCache(model.kv_spec, num_blocks, config.block_size, model.dtype, model.device)
+        cache = PagedKVCache(model.kv_spec, num_blocks, config.block_size, model.kv_dtype, model.device)
         rows = [RaggedRow([0] * length, 0, blocks, len(draft) + 1) for length, draft in zip(lens, drafts, strict=True)]
         batch = pack(rows, config.block_size, model.device, cache.block_stride)
         logits = ModelRunner(model, cache).forward(batch).logits[:, : pair.vocab_size]

@@ -139,7 +139,7 @@ class SpecPagedWorker(Refusals, WorkerBase):
                 block_size=self.engine_config.block_size,
                 num_kv_heads=num_kv_heads,
                 head_size=head_dim,
-                dtype=model.dtype,
+                dtype=model.kv_dtype,
             )
             for role, model in zip(("target", "draft"), self.pair.models, strict=False)
             for i, (num_kv_heads, head_dim) in enumerate(model.kv_spec.layers)
@@ -189,7 +189,7 @@ class SpecPagedWorker(Refusals, WorkerBase):
         block_size = group.kv_cache_spec.block_size
         num_blocks = kv_cache_config.num_blocks - 1  # without the null block
         config, pair, parallel = self.engine_config, self.pair, self.vllm_config.parallel_config
-        self.caches = [PagedKVCache(m.kv_spec, num_blocks, block_size, m.dtype, m.device) for m in pair.models]
+        self.caches = [PagedKVCache(m.kv_spec, num_blocks, block_size, m.kv_dtype, m.device) for m in pair.models]
         target, drafter = self._runners(pair, self.caches)
         speculative = config.speculative_config
         sequences = Sequences(
@@ -290,7 +290,7 @@ class SpecPagedWorker(Refusals, WorkerBase):
             raise ValueError("reload_weights takes no weights_iterator, and is_checkpoint_format=True alone")
         config = self.engine_config if weights_path is None else replace(self.engine_config, model=weights_path)
         pair = ModelPair.load(config)
-        shapes, served = ([(m.kv_spec, m.dtype, p.vocab_size) for m in p.models] for p in (pair, self.pair))
+        shapes, served = ([(m.kv_spec, m.kv_dtype, m.dtype, p.vocab_size) for m in p.models] for p in (pair, self.pair))
         if shapes != served:
             raise ValueError(f"weights_path={weights_path!r} has models of another shape than those that are served")
         step = self.model_runner.speculative_step

@@ -1,8 +1,10 @@
 """How much KV an engine holds: what does not fit is refused, by name."""
 
 import pytest
+import torch
 
 from specpaged import LLM
+from specpaged.modeling import loading
 from tests import toys
 
 
@@ -31,6 +33,26 @@ def test_dense_rows_are_as_wide_as_a_sequence_and_its_drafts(toy_pair, rollback,
 def test_a_window_holds_its_sequences_in_pages(toy_pair):
     llm = make_llm(toy_pair, schedule="exspec", window=7)
     assert llm.engine.allocator.num_blocks == 7 * 3  # of 16 tokens
+
+
+def test_narrower_kv_takes_fewer_bytes(toy_pair):
+    def kv_bytes(of_draft: str, **arguments) -> list[int]:
+        speculative = {"model": toy_pair.draft, "num_speculative_tokens": 4, "kv_cache_dtype": of_draft}
+        llm = LLM(toy_pair.target, speculative_config=speculative, max_model_len=40, **arguments)
+        assert ("KV 256 B per token (stored as bfloat16)" in str(llm.report)) == ("bfloat16" in arguments.values())
+        return [runner.kv_cache.bytes_per_token for runner in (llm.engine.target, llm.engine.draft)]
+
+    assert kv_bytes("auto") == [512, 512]
+    assert kv_bytes("float16") == [512, 256]
+    assert kv_bytes("auto", kv_cache_dtype="bfloat16") == [256, 512]
+
+
+def test_backends_that_read_kv_in_their_own_dtype_alone_say_so():
+    assert loading._check_kv_dtype("auto", torch.float32, "triton") == torch.float32
+    assert loading._check_kv_dtype("float16", torch.float16, "triton") == torch.float16
+    message = r"kv_cache_dtype='float16' beside float32 is for attention_backend cpp and torch; here it is 'triton'"
+    with pytest.raises(ValueError, match=message):
+        loading._check_kv_dtype("float16", torch.float32, "triton")
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ class World:
         self, model: LoadedModel, block_size: int = 16, num_slots: int = 4096, seed: int = 0, poison: bool = True
     ):
         self.block_size = block_size
-        self.cache = PagedKVCache(model.kv_spec, num_slots // block_size, block_size, model.dtype, model.device)
+        self.cache = PagedKVCache(model.kv_spec, num_slots // block_size, block_size, model.kv_dtype, model.device)
         self.runner = ModelRunner(model, self.cache)
         self.free = list(range(1, num_slots // block_size + 1))
         random.Random(seed).shuffle(self.free)

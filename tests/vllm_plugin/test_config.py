@@ -35,18 +35,21 @@ def test_what_vllm_was_told_reaches_our_parts():
     config = vllm_config(
         speculative_config=DRAFT, block_size=32, max_num_seqs=7, max_num_batched_tokens=512, seed=5,
         enable_prefix_caching=True, enforce_eager=True,
-        additional_config={"specpaged": {"numerics": "fast", "draft_numerics": "exact", "attention_backend": "torch"}},
+        additional_config={"specpaged": {"numerics": "fast", "draft_numerics": "exact", "attention_backend": "torch",
+                                         "kv_cache_dtype": "bfloat16", "draft_kv_cache_dtype": "float16"}},
     )  # fmt: skip
     ours = engine_config(config, "cpu")
     assert dataclasses.asdict(ours) | {
         "model": EMBEDDED_TARGET, "dtype": "float32", "device": "cpu", "block_size": 32, "max_model_len": 256,
         "max_num_seqs": 7, "max_num_batched_tokens": 512, "seed": 5, "enable_prefix_caching": True,
         "enforce_eager": True, "numerics": "fast", "attention_backend": "torch", "trust_remote_code": False,
+        "kv_cache_dtype": "bfloat16",
     } == dataclasses.asdict(ours)  # fmt: skip
     assert ours.speculative_config.model == EMBEDDED_DRAFT
     assert ours.speculative_config.is_adaptive
     assert ours.speculative_config.max_draft_tokens == 3
     assert ours.speculative_config.numerics == "exact"
+    assert ours.speculative_config.kv_cache_dtype == "float16"
     fixed = vllm_config(speculative_config=DRAFT, additional_config={"specpaged": {"adaptive": False}})
     assert engine_config(fixed, "cpu").speculative_config.num_speculative_tokens == 3
     ranges = {"num_speculative_tokens_per_batch_size": [[1, 2, 3], [3, 4, 1]]}
@@ -105,6 +108,10 @@ def test_arguments_at_their_defaults_pass():
         (
             {"additional_config": {"specpaged": {"draft_numerics": "fast"}}},
             r"specpaged\['draft_numerics'\]='fast' needs a speculative_config",
+        ),
+        (
+            {"additional_config": {"specpaged": {"draft_kv_cache_dtype": "float16"}}},
+            r"specpaged\['draft_kv_cache_dtype'\]='float16' needs a speculative_config",
         ),
     ],
     ids=str,

@@ -20,7 +20,7 @@ from specpaged_kernels.cpu.library_cache import LibraryCache
 logger = logging.getLogger("specpaged_kernels")
 
 # Nothing here lets a compiler reorder or contract arithmetic: what a kernel says is what every build of it computes.
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC")
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-pthread", "-shared", "-fPIC")
 CACHE = "SPECPAGED_CACHE"  # the environment variable that names the folder of built libraries
 _LOADS = "import ctypes, sys; ctypes.CDLL(sys.argv[1])"
 

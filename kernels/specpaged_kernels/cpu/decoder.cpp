@@ -131,8 +131,8 @@ void forward(const Decoder& decoder, Pass pass, void* const* pools, const int64_
         const T* key = qkv.data() + q_size;
         const T* value = key + decoder.num_kv_heads * head_dim;
         pass.window = layer.window;
-        attend(pass, qkv.data(), qkv_size, head_dim, key, qkv_size, head_dim, value, qkv_size, head_dim,
-               (T*)pools[layer_idx], attended.data());
+        attend(pass, pools[layer_idx], (const T*)qkv.data(), qkv_size, head_dim, key, qkv_size, head_dim, value,
+               qkv_size, head_dim, attended.data());
         if (layer_idx + 1 == decoder.num_layers && num_outputs == 0) return;
         if (layer_idx + 1 == decoder.num_layers && !all_rows) {
             x = gather(x, output_rows, hidden);

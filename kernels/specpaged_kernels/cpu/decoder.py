@@ -7,9 +7,8 @@ import functools
 
 from torch import Tensor
 
-from specpaged_kernels.cpu.library import INT, POINTER, SIZE
+from specpaged_kernels.cpu.library import INT, POINTER, SIZE, STORAGE
 from specpaged_kernels.cpu.library import functions as library_functions
-from specpaged_kernels.cpu.linear import STORAGE
 
 LAYER_WEIGHTS = ("qkv", "o", "gate_up", "down")
 LAYER_POINTERS = (

@@ -216,15 +216,16 @@ private:
 template <typename T>
 void find(const T* logits, int64_t num_logits, int64_t vocab_size, int64_t num_ids, bool wants_logprobs,
           int64_t* token_ids, float* logprobs, int num_threads) {
-#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_threads > 1 && num_logits > 1)
-    for (int64_t row = 0; row < num_logits; ++row) {
-        const T* values = logits + row * vocab_size;
-        const Largest best = largest(values, num_ids);
-        token_ids[row] = best.idx;
-        logprobs[row] = !best.ok         ? NAN
-                        : wants_logprobs ? largest_logprob(values, num_ids, to_float(values[best.idx]))
-                                         : 0.0f;
-    }
+    Team::run(num_logits, num_threads, [&](int64_t first, int64_t last) {
+        for (int64_t row = first; row < last; ++row) {
+            const T* values = logits + row * vocab_size;
+            const Largest best = largest(values, num_ids);
+            token_ids[row] = best.idx;
+            logprobs[row] = !best.ok         ? NAN
+                            : wants_logprobs ? largest_logprob(values, num_ids, to_float(values[best.idx]))
+                                             : 0.0f;
+        }
+    });
 }
 
 template <typename T>

@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "status.h"
+#include "team.h"
 #include "vectors.h"
 
 namespace {
@@ -228,7 +229,6 @@ inline Rows as_floats(const bfloat16* rows, int64_t num_rows, int64_t size, int6
 }
 
 // How weights are stored. The numbers of linear.py.
-enum Storage : int64_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 
 struct Weight {
     const void* panels;  // [ceil(N / PANEL), K, PANEL], zeros behind N
@@ -241,12 +241,13 @@ void linear(Rows x, int64_t num_rows, const W* weight, const T* bias, int64_t in
     const int64_t num_panels = (out_features + PANEL - 1) / PANEL;
     const int64_t num_tasks = (num_panels + TASK_PANELS - 1) / TASK_PANELS;
     const Task<W, T> all = {{weight, in_features * PANEL}, num_panels, in_features, out_features, bias, y, out_features};
-#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_threads > 1)
-    for (int64_t i = 0; i < num_tasks; ++i) {
-        Task<W, T> task = all.from(i * TASK_PANELS);
-        task.num_panels = std::min<int64_t>(TASK_PANELS, task.num_panels);
-        run(num_rows, x, task);
-    }
+    Team::run(num_tasks, num_threads, [&](int64_t first, int64_t last) {
+        for (int64_t i = first; i < last; ++i) {
+            Task<W, T> task = all.from(i * TASK_PANELS);
+            task.num_panels = std::min<int64_t>(TASK_PANELS, task.num_panels);
+            run(num_rows, x, task);
+        }
+    });
 }
 
 template <typename T>

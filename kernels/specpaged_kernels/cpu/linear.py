@@ -9,10 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specpaged_kernels.cpu.build import load
-from specpaged_kernels.cpu.library import INT, POINTER, SIZE, SOURCE, check_status, check_tensor, functions
+from specpaged_kernels.cpu.library import INT, POINTER, SIZE, SOURCE, STORAGE, check_status, check_tensor, functions
 
-PANEL = 16  # outputs; as in the C++ file, like the numbers of STORAGE
-STORAGE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+PANEL = 16  # outputs; as in the C++ file
 ARGUMENTS = (POINTER, SIZE, SIZE, POINTER, SIZE, POINTER, SIZE, SIZE, POINTER, INT)
 
 

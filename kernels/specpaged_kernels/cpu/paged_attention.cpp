@@ -1,4 +1,5 @@
-// Stores a pass's keys and values in their pages, then attends to the pages where they lie.
+// Stores a pass's keys and values in their pages, then attends to the pages where they lie. Pages may be narrower than
+// the pass: what is stored is rounded, and every query token reads what was stored, of its own pass, too.
 //
 // A program takes query tokens of one sequence, with all KV heads or with one; a row is a token and a head. It walks over
 // the keys CHUNK absolute positions at a time, fetching the next chunk meanwhile:
@@ -18,6 +19,7 @@
 #include <vector>
 
 #include "status.h"
+#include "team.h"
 #include "vectors.h"
 
 namespace {
@@ -205,6 +207,7 @@ struct Pass {
     int64_t num_slots;                   // of the pool
     int64_t table_width, table_stride;   // blocks of a sequence in the table; entries from one sequence to the next
     int64_t block_stride;                // slots from a block to the next one: block_size where blocks are pages
+    int64_t kv_storage;                  // a Storage, of the pool
     const int64_t* slot_mapping;   // [num_tokens]
     const int32_t* page_table;     // [B, table_width]
     const int32_t* cu_query_lens;  // [B + 1]
@@ -259,9 +262,9 @@ struct Scratch {
 
 // The KV heads first_head .. last_head - 1 of a tile, a chunk of all of them after the other: what lies together in
 // memory is read together. Behind its last chunk the first one of `next_tile` is fetched.
-template <bool WHOLE, typename T>
+template <bool WHOLE, typename KV, typename T>
 void attend_tile(const Pass& pass, const Tile& tile, const Tile* next_tile, int first_head, int last_head,
-                 const T* query, int64_t query_row, int64_t query_head, const T* pool, T* output) {
+                 const T* query, int64_t query_row, int64_t query_head, const KV* pool, T* output) {
     static thread_local Scratch scratch;
     const int head_dim = int(pass.head_dim), group = int(pass.num_heads / pass.num_kv_heads);
     const int num_heads = last_head - first_head;
@@ -290,14 +293,14 @@ void attend_tile(const Pass& pass, const Tile& tile, const Tile* next_tile, int 
         farthest = std::max(farthest, row.last);
     }
     const int64_t values_behind = pass.num_kv_heads * head_dim;
-    const T* const first_pool = pool + first_head * head_dim;
+    const KV* const first_pool = pool + first_head * head_dim;
     const int first_chunk = nearest / CHUNK * CHUNK;
-    const T *slots[CHUNK], *keys[CHUNK], *values[CHUNK];
+    const KV *slots[CHUNK], *keys[CHUNK], *values[CHUNK];
     const auto count_at = [&](int start) { return std::max(0, std::min(CHUNK, farthest - start + 1)); };
     locate(pass, tile.seq, first_chunk, count_at(first_chunk), first_pool, slots);
     for (int start = first_chunk; start <= farthest; start += CHUNK) {
         const int count = count_at(start);
-        Ahead<T> ahead{{}, count_at(start + CHUNK), num_heads, head_dim, values_behind};
+        Ahead<KV> ahead{{}, count_at(start + CHUNK), num_heads, head_dim, values_behind};
         if (ahead.count > 0) {
             locate(pass, tile.seq, start + CHUNK, ahead.count, first_pool, ahead.slots);
         } else if (next_tile) {
@@ -329,7 +332,7 @@ void attend_tile(const Pass& pass, const Tile& tile, const Tile* next_tile, int 
                 pair[i]->from = std::max(0, pair[i]->first - start);
                 pair[i]->to = std::min(CHUNK, pair[i]->last - start + 1);
             }
-            Ahead<T>* const fetched = r % rows_of_head == 0 ? &ahead : nullptr;  // once for each head
+            Ahead<KV>* const fetched = r % rows_of_head == 0 ? &ahead : nullptr;  // once for each head
             if (taken == 2)
                 weigh<WHOLE>(pair, keys, fetched, pass.scaling, pass.softcap, head_dim);
             else
@@ -356,18 +359,24 @@ void attend_tile(const Pass& pass, const Tile& tile, const Tile* next_tile, int 
     }
 }
 
-template <typename T>
-void attend(const Pass& pass, const T* query, int64_t query_row, int64_t query_head, const T* key, int64_t key_row,
-            int64_t key_head, const T* value, int64_t value_row, int64_t value_head, T* pool, T* output) {
+inline void store_row(const float* from, int64_t count, float* to) { std::memcpy(to, from, count * sizeof(float)); }
+inline void store_row(const bfloat16* from, int64_t count, bfloat16* to) { std::memcpy(to, from, count * 2); }
+template <typename T, typename KV>
+void store_row(const T* from, int64_t count, KV* to) {
+    for (int64_t i = 0; i < count; ++i) from_float(to_float(from[i]), to + i);
+}
+
+template <typename KV, typename T>
+void attend_in(KV* pool, const Pass& pass, const T* query, int64_t query_row, int64_t query_head, const T* key,
+               int64_t key_row, int64_t key_head, const T* value, int64_t value_row, int64_t value_head, T* output) {
     const int head_dim = int(pass.head_dim), num_kv_heads = int(pass.num_kv_heads);
     const int num_threads = int(pass.num_threads);
     const int64_t kv_stride = pass.num_kv_heads * head_dim;
     for (int64_t row = 0; row < pass.num_tokens; ++row) {
-        T* slot = pool + pass.slot_mapping[row] * 2 * kv_stride;
+        KV* slot = pool + pass.slot_mapping[row] * 2 * kv_stride;
         for (int64_t head = 0; head < pass.num_kv_heads; ++head) {
-            std::memcpy(slot + head * head_dim, key + row * key_row + head * key_head, head_dim * sizeof(T));
-            std::memcpy(slot + kv_stride + head * head_dim, value + row * value_row + head * value_head,
-                        head_dim * sizeof(T));
+            store_row(key + row * key_row + head * key_head, head_dim, slot + head * head_dim);
+            store_row(value + row * value_row + head * value_head, head_dim, slot + kv_stride + head * head_dim);
         }
     }
     static thread_local std::vector<Tile> list;
@@ -382,26 +391,30 @@ void attend(const Pass& pass, const T* query, int64_t query_row, int64_t query_h
     // Heads of a tile stay together unless threads would go without work.
     const int parts = int(tiles.size()) < 4 * num_threads && num_threads > 1 ? num_kv_heads : 1;
     const int heads = num_kv_heads / parts, num_programs = int(tiles.size()) * parts;
-    Programs programs;
-#pragma omp parallel for schedule(dynamic) num_threads(num_threads) if (num_threads > 1)
-    for (int program = 0; program < num_programs; ++program) {
-        const int first_head = program % parts * heads, next = program / parts + num_threads;
-        const Tile* next_tile = next < int(tiles.size()) ? &tiles[next] : nullptr;
-        programs.run([&] {
-            (head_dim % LANES == 0 ? attend_tile<true, T> : attend_tile<false, T>)(
+    Team::run(num_programs, num_threads, [&](int64_t first, int64_t last) {
+        for (int program = int(first); program < int(last); ++program) {
+            const int first_head = program % parts * heads, next = program / parts + 1;
+            const Tile* next_tile = next < int(tiles.size()) ? &tiles[next] : nullptr;
+            (head_dim % LANES == 0 ? attend_tile<true, KV, T> : attend_tile<false, KV, T>)(
                 pass, tiles[program / parts], next_tile, first_head, first_head + heads, query, query_row, query_head,
                 pool, output);
-        });
-    }
-    programs.rethrow();
+        }
+    });
     const int64_t row_size = pass.num_heads * head_dim;
     std::memset(output + pass.num_tokens * row_size, 0, (pass.num_rows - pass.num_tokens) * row_size * sizeof(T));
+}
+
+template <typename T, typename... Operands>
+void attend(const Pass& pass, void* pool, const T* query, Operands... operands) {
+    if (pass.kv_storage == BFLOAT16) attend_in((bfloat16*)pool, pass, query, operands...);
+    else if (pass.kv_storage == FLOAT16) attend_in((float16*)pool, pass, query, operands...);
+    else attend_in((float*)pool, pass, query, operands...);
 }
 
 }  // namespace
 
 // query [num_rows, Hq, D], key and value [num_rows, Hkv, D]: strides in elements, D contiguous.
-// pool [P * S, 2, Hkv, D] and output [num_rows, Hq, D]: contiguous. Rows from num_tokens on are filler: zeros.
+// pool [P * S, 2, Hkv, D], stored as the pass says, and output [num_rows, Hq, D]: contiguous. Rows from num_tokens on are filler: zeros.
 // Returns a Status.
 #undef DEFINE
 #define DEFINE(NAME, TYPE)                                                                                             \
@@ -411,8 +424,8 @@ void attend(const Pass& pass, const T* query, int64_t query_row, int64_t query_h
         return guarded([&] {                                                                                           \
             const int status = outside(*pass);                                                                         \
             if (status != OK) return status;                                                                           \
-            attend(*pass, (const TYPE*)query, query_row, query_head, (const TYPE*)key, key_row, key_head,              \
-                   (const TYPE*)value, value_row, value_head, (TYPE*)pool, (TYPE*)output);                             \
+            attend(*pass, pool, (const TYPE*)query, query_row, query_head, (const TYPE*)key, key_row, key_head,              \
+                   (const TYPE*)value, value_row, value_head, (TYPE*)output);                                          \
             return int(OK);                                                                                            \
         });                                                                                                            \
     }

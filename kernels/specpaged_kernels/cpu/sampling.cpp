@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "status.h"
+#include "team.h"
 #include "vectors.h"
 
 namespace {
@@ -373,15 +374,12 @@ extern "C" int choose(const float* logits, int64_t row_stride, int64_t num_rows,
                       const Choice* choices, int wants_logprobs, int num_threads, int64_t* token_ids, uint8_t* ok,
                       float* logprobs) {
     return guarded([&] {
-        Programs programs;
-#pragma omp parallel for schedule(dynamic) num_threads(num_threads) if (num_threads > 1 && num_rows > 1)
-        for (int64_t row = 0; row < num_rows; ++row)
-            programs.run([&] {
-                static thread_local Chooser chooser;
+        Team::run(num_rows, num_threads, [&](int64_t first, int64_t last) {
+            static thread_local Chooser chooser;
+            for (int64_t row = first; row < last; ++row)
                 chooser.choose(logits + row * row_stride, vocab_size, choices[row], wants_logprobs, token_ids + row,
                                ok + row, logprobs + row);
-            });
-        programs.rethrow();
+        });
         return int(OK);
     });
 }

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
 #include <new>
 #include <stdexcept>
@@ -40,26 +39,6 @@ int guarded(F&& run) noexcept {
         return FAILED;
     }
 }
-
-// Of programs that threads run: an exception may not leave a parallel region, so it is thrown behind it.
-class Programs {
-public:
-    template <typename F>
-    void run(F&& program) noexcept {
-        const int status = guarded([&] {
-            program();
-            return int(OK);
-        });
-        if (status != OK) status_ = status;
-    }
-    void rethrow() const {
-        if (status_ == OUT_OF_MEMORY) throw std::bad_alloc();
-        if (status_ != OK) throw std::runtime_error("a program failed");
-    }
-
-private:
-    std::atomic<int> status_{OK};
-};
 
 inline bool all_below(const int64_t* values, int64_t count, int64_t end) {
     return std::all_of(values, values + count, [end](int64_t value) { return value >= 0 && value < end; });

@@ -25,6 +25,8 @@ constexpr int WIDE = WIDE_LANES;
 
 typedef float Wides __attribute__((vector_size(WIDE * 4)));
 
+enum Storage : int64_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
+
 struct bfloat16 {
     uint16_t bits;
 };
@@ -37,7 +39,7 @@ inline float to_float(bfloat16 x) {
     return y;
 }
 
-// What a weight may be stored as, though it multiplies as float32: every value of it is one.
+// What weights and KV may be stored as, though they multiply as float32: every value of it is one.
 struct float16 {
     uint16_t bits;
 };
@@ -61,6 +63,27 @@ inline void from_float(float x, bfloat16* out) {  // to nearest, ties to even
     out->bits = x != x ? 0x7fc0 : uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
+inline void from_float(float x, float16* out) {  // to nearest, ties to even
+#if defined(__F16C__)
+    out->bits = _cvtss_sh(x, 0);
+#else
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    const uint16_t sign = uint16_t(bits >> 16 & 0x8000);
+    bits &= 0x7fffffff;
+    if (bits > 0x7f800000) bits = 0x7e00;         // NaN
+    else if (bits >= 0x477ff000) bits = 0x7c00;  // 65520 and more
+    else if (bits < 0x38800000) {                // subnormal: in units of 2^-24, which adding to 0.5 rounds to
+        float size;
+        std::memcpy(&size, &bits, 4);
+        size += 0.5f;
+        std::memcpy(&bits, &size, 4);
+        bits -= 0x3f000000;
+    } else bits = (bits - 0x38000000 + 0xfff + (bits >> 13 & 1)) >> 13;
+    out->bits = uint16_t(sign | bits);
+#endif
+}
+
 inline Floats splat(float x) { return Floats{x, x, x, x, x, x, x, x}; }
 
 inline Floats load(const float* from) {
@@ -72,6 +95,15 @@ inline Floats load(const bfloat16* from) {
     Halves x;
     std::memcpy(&x, from, sizeof x);
     return (Floats)(__builtin_convertvector(x, Ints) << 16);
+}
+inline Floats load(const float16* from) {
+#if defined(__F16C__)
+    return (Floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from));
+#else
+    Floats x;
+    for (int lane = 0; lane < LANES; ++lane) x[lane] = to_float(from[lane]);
+    return x;
+#endif
 }
 inline void store(float* to, Floats x) { std::memcpy(to, &x, sizeof x); }
 

@@ -19,7 +19,7 @@ from specpaged.modeling.ragged_batch import RaggedBatch
 def store(pool: Tensor, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
     """Write key and value, [num_rows, Hkv, D] each, to the slots [N] of pool [P * S, 2, Hkv, D]: rows 0 .. N-1."""
     for i, new in enumerate((key, value)):
-        pool[:, i].index_copy_(0, slot_mapping, new[: len(slot_mapping)])
+        pool[:, i].index_copy_(0, slot_mapping, new[: len(slot_mapping)].to(pool.dtype))
 
 
 @lru_cache(maxsize=64)
@@ -88,7 +88,6 @@ class TorchPass(PagedPass):
         self.kv_layers = kv_layers
         self.scheme = scheme
         self.dtype = dtype
-        self.upcast = scheme.upcast and dtype != torch.float32
         self.compute_dtype = torch.float32 if scheme.upcast else dtype
         self.slot_mapping = batch.slot_mapping
         self.device = batch.token_ids.device
@@ -232,9 +231,7 @@ class TorchPass(PagedPass):
             else:
                 pool[group.tail].zero_()
                 gathered = pool[group.slots]
-            if self.upcast:
-                gathered = gathered.float()
-            gathered = gathered.view(group.num_seqs, group.bucket, 2, num_kv_heads, head_dim)
+            gathered = gathered.to(self.compute_dtype).view(group.num_seqs, group.bucket, 2, num_kv_heads, head_dim)
             keys, values = gathered.permute(2, 0, 3, 1, 4).unbind(0)  # [G, Hkv, L, D]
             group_query = rows[group.tokens].view(group.num_seqs, group.query_len, num_kv_heads, heads, head_dim)
             for piece in group.pieces:

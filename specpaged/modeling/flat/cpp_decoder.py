@@ -23,8 +23,7 @@ from specpaged.modeling.ragged_batch import RaggedBatch, RaggedRow
 from specpaged.paging.kv_cache import PagedKVCache
 from specpaged.speculation.stop_rule import StopRule
 from specpaged_kernels.cpu import decoder as kernel
-from specpaged_kernels.cpu.library import check_status, check_tensor
-from specpaged_kernels.cpu.linear import STORAGE
+from specpaged_kernels.cpu.library import STORAGE, check_status, check_tensor
 from specpaged_kernels.cpu.paged_attention import Pass, make_pass
 
 
@@ -155,9 +154,10 @@ class CppDecoder(nn.Module):
                 raise ValueError(f"kv_layers has {len(kv_layers)} pools; allowed: {len(self._layers)}, one per layer")
             config, num_slots = self.config, len(kv_layers[0])
             shape = (num_slots, 2, config.num_kv_heads, config.head_dim)
+            kv_dtype = kv_layers[0].dtype if kv_layers[0].dtype in STORAGE else self.decoder.dtype
             for pool in kv_layers:
-                check_tensor("kv_layers", pool, shape, self.decoder.dtype)
-            self._num_slots, self._geometries = num_slots, {}
+                check_tensor("kv_layers", pool, shape, kv_dtype)
+            self._num_slots, self._kv_dtype, self._geometries = num_slots, kv_dtype, {}
             self._seen = [(weakref.ref(pool), pool.data_ptr()) for pool in kv_layers]
             self._addresses = (ctypes.c_void_p * len(self._layers))(*(address for _, address in self._seen))
         return self._addresses
@@ -168,7 +168,7 @@ class CppDecoder(nn.Module):
         return make_pass(
             num_rows, self._num_slots, batch.slot_mapping, batch.page_table, batch.cu_query_lens, batch.context_lens,
             batch.block_size, config.num_heads, config.num_kv_heads, config.head_dim, config.scaling, config.softcap,
-            block_stride=batch.block_stride,
+            block_stride=batch.block_stride, kv_dtype=self._kv_dtype,
         )  # fmt: skip
 
     def _geometry(self, kv_cache: PagedKVCache) -> Pass:
@@ -183,7 +183,8 @@ class CppDecoder(nn.Module):
             geometry = self._geometries[key] = Pass(
                 block_size=block_size, block_stride=block_stride, num_slots=self._num_slots,
                 num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
-                num_threads=num_threads, scaling=scaling, softcap=config.softcap or 0.0,
+                kv_storage=STORAGE[self._kv_dtype], num_threads=num_threads, scaling=scaling,
+                softcap=config.softcap or 0.0,
             )  # fmt: skip
         return geometry
 

@@ -25,7 +25,7 @@ from specpaged.modeling.flat.weights import Checkpoint, expected_shapes, layer_s
 from specpaged.modeling.linear import FastLinear
 from specpaged.modeling.shard import GatheredLinear, Shard
 from specpaged.modeling.source import Source
-from specpaged_kernels.cpu.linear import STORAGE
+from specpaged_kernels.cpu.library import STORAGE
 
 QKV, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 

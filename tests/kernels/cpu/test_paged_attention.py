@@ -1,10 +1,15 @@
 """The C++ attention against the references, on ragged batches with NaN in every slot that nobody owns."""
 
+import ctypes
+import shutil
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specpaged_kernels.cpu.build import CACHE, load
+from specpaged_kernels.cpu.library import SOURCE
 from specpaged_kernels.paged_attention import paged_attention_ref
 from specpaged_kernels.store_kv import store_kv_ref
 from tests.kernels.cpu.world import World
@@ -47,6 +52,60 @@ def test_bfloat16(batch, options):
     check(World(BATCHES[batch], 4, 2, 16, dtype=torch.bfloat16), options_for(options, 4), 2**-7)
 
 
+KV_DTYPES = [(torch.float32, torch.bfloat16), (torch.float32, torch.float16), (torch.bfloat16, torch.float32)]
+
+
+@pytest.mark.parametrize("options", ["plain", "all"])
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+@pytest.mark.parametrize(("dtype", "kv_dtype"), KV_DTYPES)
+def test_pages_may_be_of_another_dtype(dtype, kv_dtype, geometry, options):
+    """Which every token reads, those of its own pass, too."""
+    for batch in BATCHES.values():
+        world = World(batch, *geometry, dtype=dtype, kv_dtype=kv_dtype)
+        check(world, options_for(options, geometry[0]), 1e-5 if dtype == torch.float32 else 2**-7)
+
+
+def test_what_is_stored_is_rounded_as_torch_does():
+    """Ties, subnormal numbers, the largest ones, infinities, NaN."""
+    every = torch.arange(2**16, dtype=torch.int32)
+    for kv_dtype in (torch.float16, torch.bfloat16):
+        narrow = every.to(torch.int16).view(kv_dtype).float()
+        up, down = (torch.nextafter(narrow, torch.tensor(to)) for to in (torch.inf, -torch.inf))
+        following = (every + 1).to(torch.int16).view(kv_dtype).float()
+        middle = (narrow.double() + following.double()).div(2).float()  # as far from both
+        values = torch.cat([narrow, up, down, middle, torch.tensor([65519.9, 65520.0, -1e30, 2.0**-25, 2.0**-26])])
+        values = torch.nn.functional.pad(values, (0, -len(values) % 1024)).view(-1, 1, 1024)
+        world = World([(0, len(values))], 1, 1, 1024, kv_dtype=kv_dtype, filler=0)
+        world.key = world.value = values
+        world.query = torch.zeros_like(values)
+        world.attend()
+        slots = world.slot_mapping
+        for stored in world.pool[slots].unbind(1):
+            torch.testing.assert_close(stored, values.to(kv_dtype), rtol=0, atol=0, equal_nan=True)
+
+
+def test_float16_is_rounded_alike_where_no_instruction_does(tmp_path, monkeypatch):
+    monkeypatch.setenv(CACHE, str(tmp_path / "built"))
+    for path in SOURCE.parent.glob("*.h"):
+        shutil.copy(path, tmp_path)
+    source = tmp_path / "rounding.cpp"
+    source.write_text(
+        """#undef __F16C__
+        #include "vectors.h"
+        extern "C" void rounded(const float* from, int64_t count, float16* to) {
+            for (int64_t i = 0; i < count; ++i) from_float(from[i], to + i);
+        }"""
+    )
+    bits = torch.cat([torch.arange(-(2**31), 2**31, 4099), torch.arange(0x38000000, 0x38900000, 61)])
+    values = bits.to(torch.int32).view(torch.float32)
+    got = torch.empty(len(values), dtype=torch.float16)
+    load(source).rounded(
+        ctypes.c_void_p(values.data_ptr()), ctypes.c_int64(len(values)), ctypes.c_void_p(got.data_ptr())
+    )
+    assert torch.equal(got.isnan(), values.isnan())
+    assert torch.equal(got.nan_to_num(0, 7, -7).view(torch.int16), values.half().nan_to_num(0, 7, -7).view(torch.int16))
+
+
 def check(world: World, options: dict, tolerance: float) -> None:
     expected_pool = world.pool.clone()
     store_kv_ref(world.key, world.value, expected_pool, world.slot_mapping, torch.tensor(world.num_tokens))
@@ -74,16 +133,16 @@ def test_ragged_batches(batch, block_size, window, seed):
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("head_dim", [16, 128])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_token_has_the_same_bits_in_decode_verify_and_prefill(dtype, head_dim, options):
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [(torch.float32, None), (torch.bfloat16, None), *KV_DTYPES[:2]])
+def test_a_token_has_the_same_bits_in_decode_verify_and_prefill(dtype, kv_dtype, head_dim, options):
     """Beside mates, in any tile and any blocks, on any threads."""
     length, geometry = 150, (4, 2, head_dim)
-    whole = World([(0, length)], *geometry, dtype=dtype)
+    whole = World([(0, length)], *geometry, dtype=dtype, kv_dtype=kv_dtype)
     given_options = options_for(options, 4)
     expected = whole.attend(**given_options)
 
     def rows(start: int, stop: int, mates: list[tuple[int, int]], seed: int) -> torch.Tensor:
-        world = World([*mates, (start, stop - start)], *geometry, dtype=dtype, seed=seed)
+        world = World([*mates, (start, stop - start)], *geometry, dtype=dtype, seed=seed, kv_dtype=kv_dtype)
         world.copy_sequence(whole, start, stop)
         return world.attend(**given_options)[sum(query_len for _, query_len in mates) :][: stop - start]
 

@@ -20,6 +20,7 @@ class World:
         dtype: torch.dtype = torch.float32,
         seed: int = 0,
         filler: int = 3,
+        kv_dtype: torch.dtype | None = None,  # of the pool; default: dtype
     ):
         generator = torch.Generator().manual_seed(seed)
         self.block_size = block_size
@@ -31,11 +32,12 @@ class World:
         for row, blocks in zip(self.page_table, self.blocks, strict=True):
             row[: len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
         slots = []
-        self.pool = torch.full(((num_blocks + 1) * block_size, 2, num_kv_heads, head_dim), float("nan"), dtype=dtype)
+        kv_dtype = kv_dtype or dtype
+        self.pool = torch.full(((num_blocks + 1) * block_size, 2, num_kv_heads, head_dim), float("nan"), dtype=kv_dtype)
         self.pool[:block_size] = 0
         for seq, (context, query_len) in enumerate(batch):
             owned = [self.slot(seq, position) for position in range(context)]
-            self.pool[owned] = torch.randn(len(owned), 2, num_kv_heads, head_dim, generator=generator).to(dtype)
+            self.pool[owned] = torch.randn(len(owned), 2, num_kv_heads, head_dim, generator=generator).to(kv_dtype)
             slots += [self.slot(seq, position) for position in range(context, context + query_len)]
         self.slot_mapping = torch.tensor(slots, dtype=torch.int64)
         self.num_tokens = len(slots)

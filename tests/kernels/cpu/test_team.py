@@ -1,0 +1,130 @@
+"""Loops that threads share: each task is done once, whoever comes, goes or is put aside."""
+
+import ctypes
+import os
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specpaged_kernels.cpu.build import CACHE, load
+from specpaged_kernels.cpu.library import SOURCE
+
+LOOP = """
+#include "team.h"
+
+// Counts what is done of each task, and notes by whom; a helper's task takes so much longer. Task `failing` throws.
+extern "C" int loop(int64_t count, int num_threads, int64_t failing, int microseconds, int helper_microseconds,
+                    int32_t* done, int64_t* threads) {
+    const auto caller = pthread_self();
+    return guarded([&] {
+        Team::run(count, num_threads, [&](int64_t first, int64_t last) {
+            for (int64_t i = first; i < last; ++i) {
+                ++done[i];
+                threads[i] = int64_t(pthread_self());
+                const bool is_helper = !pthread_equal(pthread_self(), caller);
+                const int pause = is_helper ? helper_microseconds : microseconds;
+                if (pause) std::this_thread::sleep_for(std::chrono::microseconds(pause));
+                if (i == failing) throw std::bad_alloc();
+            }
+        });
+        return int(OK);
+    });
+}
+"""
+OUT_OF_MEMORY = 12
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("team")
+    for path in SOURCE.parent.glob("*.h"):
+        shutil.copy(path, folder)
+    (folder / "loop.cpp").write_text(LOOP)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(CACHE, str(folder / "built"))
+        return load(folder / "loop.cpp")
+
+
+def run(library, count: int, num_threads: int, failing: int = -1, pauses: tuple[int, int] = (0, 0)):
+    """What was returned, how often each task was done, and by how many threads."""
+    done, threads = torch.zeros(count, dtype=torch.int32), torch.zeros(count, dtype=torch.int64)
+    status = library.loop(
+        ctypes.c_int64(count), num_threads, ctypes.c_int64(failing), *pauses,
+        ctypes.c_void_p(done.data_ptr()), ctypes.c_void_p(threads.data_ptr()),
+    )  # fmt: skip
+    return status, done.tolist(), len(set(threads.tolist()))
+
+
+@settings(max_examples=60)
+@given(loops=st.lists(st.tuples(st.integers(0, 300), st.integers(1, 6)), min_size=1, max_size=30))
+def test_every_task_is_done_once(library, loops):
+    for count, num_threads in loops:
+        status, done, threads = run(library, count, num_threads)
+        assert (status, done) == (0, [1] * count)
+        assert threads <= num_threads
+
+
+def test_helpers_take_part_until_they_are_late_and_then_the_caller_goes_on_alone(library):
+    def of_a_thread_of_its_own() -> None:  # whose team knows nothing yet
+        for _ in range(1000):  # until a helper is there
+            if run(library, 40, 2, pauses=(1000, 1000))[2] == 2:
+                break
+        else:
+            raise AssertionError("no helper came")
+        while run(library, 40, 2, pauses=(1000, 300_000))[2] == 1:  # a helper is put aside with a task in hand
+            pass
+        seen.append(run(library, 40, 2, pauses=(10, 10))[2])
+        time.sleep(0.01)  # longer than that lasts
+        seen.append(max(run(library, 40, 2, pauses=(1000, 1000))[2] for _ in range(50)))
+
+    seen: list[int] = []
+    thread = threading.Thread(target=of_a_thread_of_its_own)
+    thread.start()
+    thread.join()
+    assert seen == [1, 2]
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 4])
+@pytest.mark.parametrize("failing", [0, 7, 19])
+def test_what_a_task_throws_is_thrown_behind_the_loop(library, failing, num_threads):
+    assert run(library, 20, num_threads, failing)[0] == OUT_OF_MEMORY
+    assert run(library, 20, num_threads)[:2] == (0, [1] * 20)
+
+
+def test_calling_threads_have_helpers_of_their_own_which_end_with_them(library):
+    def call() -> None:
+        for count in range(1, 200):
+            assert run(library, count, 3)[:2] == (0, [1] * count)
+        counted.append(count)
+
+    def num_tasks() -> int:
+        return len(list(Path("/proc/self/task").iterdir()))
+
+    before, counted = num_tasks(), []
+    threads = [threading.Thread(target=call) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert counted == [199] * 6
+    for _ in range(500):  # helpers that were asleep go when they are awake
+        if num_tasks() <= before:
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"{num_tasks()} threads, {before} before")
+
+
+def test_a_forked_process_goes_on_with_helpers_of_its_own(library):
+    assert run(library, 50, 3)[1] == [1] * 50
+    child = os.fork()
+    if child == 0:
+        good = all(run(library, count, 3, pauses=(20, 20))[:2] == (0, [1] * count) for count in range(1, 60))
+        os._exit(0 if good and run(library, 100, 3, pauses=(2000, 2000))[2] > 1 else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert run(library, 50, 3)[1] == [1] * 50
