@@ -35,11 +35,11 @@ class EngineConfig:
     1 GiB on a CPU and 80 % of what is free on a GPU. `max_model_len` None takes the target's max_position_embeddings;
     where `kv_cache_memory_bytes` is None, too, no more than that memory holds of one sequence.
 
-    `attention_backend` serves both models; "auto" is what the environment variable SPECPAGED_ATTENTION_BACKEND says, or else Triton's kernels on a
-    GPU and C++ ones on a CPU, and torch where those cannot be had. `model_impl` serves both models, too: "auto" is the
-    flat decoder for the families that it covers, and else the model's own modules in transformers. On a GPU the flat
-    decoder's passes are captured as CUDA graphs unless `enforce_eager`. Unless told otherwise, `LLM(device="cuda")`
-    takes blocks of 64 tokens.
+    `attention_backend` serves both models; "auto" is what the environment variable SPECPAGED_ATTENTION_BACKEND says, or
+    else Triton's kernels on a GPU and C++ ones on a CPU, and torch where those cannot be had. `model_impl` serves both
+    models, too: "auto" is the flat decoder for the families that it covers, and else the model's own modules in
+    transformers. On a GPU the flat decoder's passes are captured as CUDA graphs unless `enforce_eager`. Unless told
+    otherwise, `LLM(device="cuda")` takes blocks of 64 tokens.
 
     `schedule` and `rollback` are for studies; what comes out of a request is the same with all of them. `schedule`:
     "eqspec" runs fixed batches to their end; "exspec" holds a `window` of sequences (default: 48, or half as many again
