@@ -95,6 +95,8 @@ class Job:
         check_choice("--method", method, METHODS)
         if method != "draft_model" and draft_model is not None:
             raise ValueError(f"--draft-model={draft_model!r} is for --method draft_model; --method {method} has none")
+        if draft_kv_cache_dtype != "auto" and draft_model is None and (model is not None or method != "draft_model"):
+            raise ValueError(f"--draft-kv-cache-dtype={draft_kv_cache_dtype!r} needs a --draft-model")
         records = evenly_spread(_records(prompts, texts), num_prompts)
         if output is not None and not _is_writable(output):
             raise ValueError(

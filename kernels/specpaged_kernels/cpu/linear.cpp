@@ -228,8 +228,6 @@ inline Rows as_floats(const bfloat16* rows, int64_t num_rows, int64_t size, int6
     return {to->data(), size};
 }
 
-// How weights are stored. The numbers of linear.py.
-
 struct Weight {
     const void* panels;  // [ceil(N / PANEL), K, PANEL], zeros behind N
     int64_t storage;

@@ -417,17 +417,17 @@ void attend(const Pass& pass, void* pool, const T* query, Operands... operands) 
 // pool [P * S, 2, Hkv, D], stored as the pass says, and output [num_rows, Hq, D]: contiguous. Rows from num_tokens on are filler: zeros.
 // Returns a Status.
 #undef DEFINE
-#define DEFINE(NAME, TYPE)                                                                                             \
+#define DEFINE(NAME, TYPE)                                                                                            \
     extern "C" int NAME(const Pass* pass, const void* query, int64_t query_row, int64_t query_head, const void* key,  \
                         int64_t key_row, int64_t key_head, const void* value, int64_t value_row, int64_t value_head,  \
-                        void* pool, void* output) {                                                                    \
-        return guarded([&] {                                                                                           \
-            const int status = outside(*pass);                                                                         \
-            if (status != OK) return status;                                                                           \
-            attend(*pass, pool, (const TYPE*)query, query_row, query_head, (const TYPE*)key, key_row, key_head,              \
-                   (const TYPE*)value, value_row, value_head, (TYPE*)output);                                          \
-            return int(OK);                                                                                            \
-        });                                                                                                            \
+                        void* pool, void* output) {                                                                   \
+        return guarded([&] {                                                                                          \
+            const int status = outside(*pass);                                                                        \
+            if (status != OK) return status;                                                                          \
+            attend(*pass, pool, (const TYPE*)query, query_row, query_head, (const TYPE*)key, key_row, key_head,       \
+                   (const TYPE*)value, value_row, value_head, (TYPE*)output);                                         \
+            return int(OK);                                                                                           \
+        });                                                                                                           \
     }
 
 DEFINE(paged_attention_float32, float)

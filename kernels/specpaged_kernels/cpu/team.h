@@ -4,25 +4,28 @@
 // is done. A helper whose core is busy with another process takes less or nothing, and delays nobody but by what it has
 // taken already: milliseconds, if it is put aside just then. After that the caller goes on alone for a while, and for
 // twice as long when it happens again soon. Which thread runs what changes no bit. Each calling thread has helpers of
-// its own: they watch for the next loop a while, then sleep.
+// its own, on the cores that OpenMP's places name if there are any: they watch for the next loop a while, then sleep.
 //
 //     tasks      0 1 2 | 3 4 | 5 6 | 7 | 8 | 9 | 10 | 11        12 of them, two threads
 //     taken by   caller  helper caller ...                      each a quarter of what is left, at least one
 
 #pragma once
 
+#include <dlfcn.h>
 #include <pthread.h>
 #include <sched.h>
+#include <time.h>
 
 #include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <mutex>
-#include <system_error>
 #include <thread>
+#include <vector>
 
 #include "status.h"
 
@@ -38,7 +41,8 @@ inline void pause() {
 
 class Team {
 public:
-    // body(first, last) of ranges that are 0 .. count - 1 together. What a body throws is thrown behind the loop.
+    // body(first, last) of ranges that are 0 .. count - 1 together. What a body throws is thrown behind the loop. A loop
+    // within a body is its thread's own.
     template <typename F>
     static void run(int64_t count, int num_threads, const F& body) {
         if (count < 1) return;
@@ -47,13 +51,13 @@ public:
             return;
         }
         const auto call = [](const void* body, int64_t first, int64_t last) { (*(const F*)body)(first, last); };
-        ours(num_threads - 1).share(uint32_t(count), uint32_t(num_threads), call, &body);
+        ours(num_threads).share(uint32_t(count), uint32_t(num_threads), call, &body);
     }
 
 private:
     using clock = std::chrono::steady_clock;
     static constexpr std::chrono::microseconds WATCHES{200};  // about what lies between two passes
-    static constexpr std::chrono::microseconds LATE{100};     // beyond as long as all that the caller did itself
+    static constexpr std::chrono::microseconds LATE{100};     // of the caller's time that it waits
     static constexpr std::chrono::milliseconds ALONE{5}, MOST_ALONE{640};
 
     // What belongs to a loop is written before its tasks can be taken, and read by those alone who have taken some:
@@ -65,18 +69,27 @@ private:
     const void* body_ = nullptr;
     std::atomic<int> status_{OK};
 
+    bool is_sharing_ = false;
     clock::time_point alone_until_{};
     clock::duration alone_{};  // how long it was, or is, last
 
-    int num_helpers_ = 0;  // that were started
+    struct Helper {
+        int number;
+        clockid_t clock;  // of the time that it runs
+        std::atomic<bool> has_task{false};
+        bool is_waited_for = false;  // and how long it had run when that began; the calling thread's
+        int64_t had_run = 0;
+    };
+    std::deque<Helper> helpers_;
+    int most_threads_ = most_threads();
     std::mutex mutex_;
     std::condition_variable wake_;
     std::atomic<int> num_asleep_{0};
     bool is_over_ = false;  // the calling thread has ended
 
-    // Of the calling thread, with as many helpers at least, if so many threads can be had. A forked process inherits no
-    // helpers, and a mutex in any state: it begins anew.
-    static Team& ours(int num_helpers) {
+    // Of the calling thread, with helpers for so many threads at least, if they can be had. A forked process inherits
+    // no helpers, and a mutex in any state: it begins anew.
+    static Team& ours(int num_threads) {
         struct Owner {
             std::shared_ptr<Team> team;
             int forks = 0;
@@ -93,12 +106,66 @@ private:
             owner.forks = num_forks();
         }
         Team& team = *owner.team;
-        try {
-            for (; team.num_helpers_ < num_helpers; ++team.num_helpers_)
-                std::thread([team = owner.team, helper = team.num_helpers_] { team->help(helper); }).detach();
-        } catch (const std::system_error&) {  // those that there are will do
+        num_threads = std::min(num_threads, team.most_threads_);
+        const int place = calling_place();
+        while (int(team.helpers_.size()) + 1 < num_threads) {
+            Helper& helper = team.helpers_.emplace_back();
+            helper.number = int(team.helpers_.size()) - 1;
+            try {
+                std::thread([team = owner.team, &helper, place] {
+                    guarded([&] {
+                        bind(place + 1 + helper.number);
+                        return int(OK);
+                    });
+                    team->help(helper);
+                }).detach();
+            } catch (const std::exception&) {  // those that there are will do
+                team.helpers_.pop_back();
+                team.most_threads_ = int(team.helpers_.size()) + 1;
+                break;
+            }
         }
         return team;
+    }
+
+    // OpenMP's places, if it is in this process and binds threads to cores: the calling thread's own core alone is then
+    // what a new thread would inherit.
+    template <typename F>
+    static F* openmp(const char* name) {
+        return (F*)dlsym(RTLD_DEFAULT, name);
+    }
+    static int num_places() {
+        const auto count = openmp<int()>("omp_get_num_places");
+        return count && openmp<int(int)>("omp_get_place_num_procs") ? count() : 0;
+    }
+    static int calling_place() {
+        const auto place = openmp<int()>("omp_get_place_num");
+        return place && num_places() > 1 ? std::max(0, place()) : 0;
+    }
+    static void bind(int place) {
+        const int count = num_places();
+        const auto size = openmp<int(int)>("omp_get_place_num_procs");
+        const auto fill = openmp<void(int, int*)>("omp_get_place_proc_ids");
+        if (count < 2 || !size || !fill) return;
+        std::vector<int> cores(size_t(std::max(0, size(place % count))));
+        fill(place % count, cores.data());
+#if defined(__linux__)
+        cpu_set_t set;
+        CPU_ZERO(&set);
+        for (const int core : cores)
+            if (core >= 0 && core < CPU_SETSIZE) CPU_SET(core, &set);
+        if (CPU_COUNT(&set)) pthread_setaffinity_np(pthread_self(), sizeof set, &set);
+#endif
+    }
+    // More would take turns on a core.
+    static int most_threads() {
+        if (const int places = num_places(); places > 1) return places;
+#if defined(__linux__)
+        cpu_set_t set;
+        CPU_ZERO(&set);
+        if (!pthread_getaffinity_np(pthread_self(), sizeof set, &set) && CPU_COUNT(&set)) return CPU_COUNT(&set);
+#endif
+        return std::max(1, int(std::thread::hardware_concurrency()));
     }
     static int& num_forks() {
         static int count = 0;
@@ -107,10 +174,11 @@ private:
 
     void share(uint32_t count, uint32_t num_threads, void (*call)(const void*, int64_t, int64_t), const void* body) {
         const auto start = clock::now();
-        if (start < alone_until_) {
+        if (helpers_.empty() || is_sharing_ || start < alone_until_) {
             call(body, 0, count);
             return;
         }
+        is_sharing_ = true;
         count_ = count;
         call_ = call;
         body_ = body;
@@ -120,35 +188,52 @@ private:
         const uint64_t number = (left_.load(std::memory_order_relaxed) >> 32) + 1;
         left_.store(number << 32 | count, std::memory_order_seq_cst);
         if (num_asleep_.load(std::memory_order_seq_cst)) {
-            std::lock_guard<std::mutex> lock(mutex_);
-            wake_.notify_all();
+            // Who has it may be put aside. A helper that sleeps on is woken by the next loop.
+            const std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
+            if (lock) wake_.notify_all();
         }
-        while (take()) {
+        while (take(nullptr)) {
         }
-        wait(start);
+        wait();
+        is_sharing_ = false;
         const int status = status_.load(std::memory_order_relaxed);
         if (status == OUT_OF_MEMORY) throw std::bad_alloc();
         if (status != OK) throw std::runtime_error("a task failed");
     }
 
-    // Until helpers have done what they have taken of a loop that began then.
-    void wait(clock::time_point start) {
+    static int64_t nanoseconds(clockid_t of) {
+        timespec time{};
+        clock_gettime(of, &time);
+        return int64_t(time.tv_sec) * 1000000000 + time.tv_nsec;
+    }
+
+    // Until helpers have done what they have taken. One that does not run meanwhile, while we do, has been put aside.
+    void wait() {
         const auto is_done = [&] { return !undone_.load(std::memory_order_acquire); };
         for (int i = 0; i < 1000; ++i) {
             if (is_done()) return;
             pause();
         }
-        const auto late = clock::now() + (clock::now() - start) + LATE;
+        const int64_t begun = nanoseconds(CLOCK_THREAD_CPUTIME_ID);
+        for (Helper& helper : helpers_) {
+            helper.is_waited_for = helper.has_task.load(std::memory_order_acquire);
+            if (helper.is_waited_for) helper.had_run = nanoseconds(helper.clock);
+        }
         while (!is_done()) sched_yield();  // whoever has been put aside may be waiting for this core
+        const int64_t waited = nanoseconds(CLOCK_THREAD_CPUTIME_ID) - begun;
+        if (waited < std::chrono::nanoseconds(LATE).count()) return;
+        const auto was_aside = [&](const Helper& helper) {
+            return helper.is_waited_for && nanoseconds(helper.clock) - helper.had_run < waited / 2;
+        };
+        if (std::none_of(helpers_.begin(), helpers_.end(), was_aside)) return;
         const auto now = clock::now();
-        if (now <= late) return;
         const bool is_soon = now - alone_until_ < 4 * alone_;
         alone_ = is_soon ? std::min<clock::duration>(2 * alone_, MOST_ALONE) : clock::duration(ALONE);
         alone_until_ = now + alone_;
     }
 
-    // Takes some tasks and does them; false if there are none.
-    bool take() {
+    // Takes some tasks and does them; false if there are none. By a helper, or null: by the calling thread.
+    bool take(Helper* helper) {
         uint64_t left = left_.load(std::memory_order_acquire);
         uint32_t waiting, taken;
         do {
@@ -156,30 +241,34 @@ private:
             if (!waiting) return false;
             taken = std::max(1u, waiting / parts_.load(std::memory_order_relaxed));
         } while (!left_.compare_exchange_weak(left, left - taken, std::memory_order_acq_rel, std::memory_order_acquire));
+        if (helper) helper->has_task.store(true, std::memory_order_release);
         const int64_t first = count_ - waiting;
         const int status = guarded([&] {
             call_(body_, first, first + taken);
             return int(OK);
         });
         if (status != OK) status_.store(status, std::memory_order_relaxed);
+        if (helper) helper->has_task.store(false, std::memory_order_relaxed);
         undone_.fetch_sub(taken, std::memory_order_acq_rel);
         return true;
     }
 
-    void help(int helper) {
-        // Not in a loop of fewer threads.
-        const auto takes_part = [&] { return uint32_t(2 * (helper + 2)) <= parts_.load(std::memory_order_relaxed); };
+    void help(Helper& helper) {
+        if (pthread_getcpuclockid(pthread_self(), &helper.clock)) return;
+        const auto has_work = [&](uint64_t left) {  // not in a loop of fewer threads
+            return uint32_t(left) && uint32_t(2 * (helper.number + 2)) <= parts_.load(std::memory_order_relaxed);
+        };
         for (auto since = clock::now();;) {
-            if (takes_part() && take()) {
+            if (has_work(left_.load(std::memory_order_acquire)) && take(&helper)) {
                 since = clock::now();
                 continue;
             }
-            for (int i = 0; i < 64 && !uint32_t(left_.load(std::memory_order_relaxed)); ++i) pause();
+            for (int i = 0; i < 64 && !has_work(left_.load(std::memory_order_relaxed)); ++i) pause();
             if (clock::now() - since < WATCHES) continue;
             std::unique_lock<std::mutex> lock(mutex_);
             num_asleep_.fetch_add(1, std::memory_order_seq_cst);
             const uint64_t seen = left_.load(std::memory_order_seq_cst);
-            if (!uint32_t(seen))  // woken by a loop that is over by now, it watches for the next one
+            if (!has_work(seen))  // woken by a loop that is over by now, it watches for the next one
                 wake_.wait(lock, [&] { return is_over_ || left_.load(std::memory_order_seq_cst) >> 32 != seen >> 32; });
             num_asleep_.fetch_sub(1, std::memory_order_relaxed);
             if (is_over_) return;
