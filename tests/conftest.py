@@ -9,8 +9,11 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # before any kernel is defined
 
 import pytest
 import torch
+from hypothesis import settings
 
 torch.set_num_threads(1)
+settings.register_profile("specpaged", deadline=None)  # tests never measure time
+settings.load_profile("specpaged")
 
 from tests import toys  # noqa: E402
 

@@ -60,7 +60,7 @@ def test_a_file_without_prompts_is_refused():
             parse_prompts(lines, "empty.jsonl")
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.lists(st.tuples(st.integers(), st.text(), st.text(min_size=1)), min_size=1), st.booleans())
 def test_whatever_text_json_can_write_comes_back(entries, ascii_only):
     lines = [
@@ -113,7 +113,6 @@ def test_a_selection_is_spread_as_in_this_example():
     assert evenly_spread("abc", 3) == evenly_spread("abc", 9) == evenly_spread("abc", None) == ["a", "b", "c"]
 
 
-@settings(deadline=None)
 @given(st.integers(0, 600), st.integers(1, 600))
 def test_a_selection_has_the_size_asked_for_and_even_gaps(total, count):
     chosen = evenly_spread(range(total), count)
@@ -124,7 +123,6 @@ def test_a_selection_has_the_size_asked_for_and_even_gaps(total, count):
         assert gaps <= {total // count, -(-total // count)}  # as even as ints allow: in order, no repetition
 
 
-@settings(deadline=None)
 @given(st.lists(st.lists(st.integers(0, 9))), st.integers(1, 12))
 def test_clipping_keeps_beginnings_and_counts_what_was_longer(token_ids, max_tokens):
     clipped, num_clipped = clip(token_ids, max_tokens)

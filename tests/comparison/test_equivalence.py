@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from specpaged.comparison import reference as references
@@ -19,7 +19,6 @@ def top(a, b, first=5.0, margin=0.0):
     return TopTwo((a, b), (first, first - margin))
 
 
-@settings(deadline=None)
 @given(IDS, IDS)
 def test_the_first_divergence_is_where_the_common_prefix_ends(a, b):
     position = first_divergence(a, b)
@@ -31,7 +30,6 @@ def test_the_first_divergence_is_where_the_common_prefix_ends(a, b):
         assert a[position : position + 1] != b[position : position + 1]
 
 
-@settings(deadline=None)
 @given(IDS, st.data())
 def test_a_single_changed_token_is_found_at_its_place(ids, data):
     if ids:
@@ -53,7 +51,6 @@ def test_the_fp32_tolerance_is_absolute():
     assert {tie_tolerance("float32", logit) for logit in (0.0, -3.0, 1e4)} == {1e-4}
 
 
-@settings(deadline=None)
 @given(st.floats(1e-3, 1e4), st.booleans())
 def test_the_bf16_tolerance_is_two_steps_of_the_logits_size(size, negative):
     logit = torch.tensor(-size if negative else size, dtype=torch.bfloat16)

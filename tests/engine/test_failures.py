@@ -23,7 +23,7 @@ def plain(tokenizer_pair):
     return make_llm(tokenizer_pair, k=0, max_num_seqs=1, max_model_len=MAX_MODEL_LEN)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(seed=st.integers(0, 2**32))
 def test_failures_at_random_points_of_random_histories_change_no_output(tokenizer_pair, plain, seed):
     run_history(seed, tokenizer_pair, plain)

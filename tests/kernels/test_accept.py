@@ -56,7 +56,7 @@ def test_the_worked_example_of_the_docstring():
     assert got.ok.all()
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(data=st.data())
 def test_kernel_equals_its_reference(data):
     vocab_size = data.draw(st.sampled_from([5, 1024, 4097]))

@@ -52,7 +52,7 @@ def test_the_worked_example_of_the_docstring():
     assert got.cu_logits.tolist() == [0, 3, 4]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_kernel_equals_its_reference(data):
     num_seqs = data.draw(st.integers(1, 5))

@@ -72,7 +72,7 @@ def test_kernel_equals_its_reference(group, head_dim, block_size, dtype, window,
     assert_matches_reference(world, window=window, softcap=softcap, sinks=sink_logits)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(data=st.data())
 def test_kernel_equals_its_reference_whatever_the_raggedness(data):
     lengths = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3 * SPLIT + 1)), min_size=1, max_size=3)

@@ -25,7 +25,7 @@ def test_the_worked_example_of_the_docstring():
     assert [row[i:].tolist() for row, i in zip(got, (2, 5, 3), strict=True)] == [[1, 2, 3, 4, 5], [1, 2], [1, 2, 3, 4]]
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(data=st.data())
 def test_kernel_equals_its_reference_and_touches_nothing_else(data):
     """Rows of one width; moves to both sides, by less and by more than a tile, some of them onto themselves."""

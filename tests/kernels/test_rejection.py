@@ -47,7 +47,7 @@ def test_the_worked_example_of_the_docstring():
     assert got.token_ids[0, 1] != 6  # where the draft is the likelier, nothing is left
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(data=st.data())
 def test_kernel_equals_its_reference(data):
     vocab_size = data.draw(st.sampled_from([7, 1024, 8193]))

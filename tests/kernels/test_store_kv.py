@@ -9,7 +9,7 @@ from specpaged_kernels.store_kv import store_kv, store_kv_ref
 NUM_SLOTS = 40
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     num_stored=st.integers(0, 6), filler=st.integers(0, 2), num_kv_heads=st.sampled_from([1, 2, 3]),
     head_dim=st.sampled_from([32, 40]), dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),

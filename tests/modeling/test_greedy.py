@@ -77,7 +77,7 @@ def test_one_call_finds_what_single_passes_find(model):
         assert torch.equal(ours, theirs)
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 10_000))
 def test_rows_of_all_kinds_find_what_each_finds_alone(model, seed):
     """Beside each other: prompts and single tokens, with logits of none, some or all tokens, that go on or do not."""
@@ -108,7 +108,7 @@ def test_rows_of_all_kinds_find_what_each_finds_alone(model, seed):
     assert found[0].on_host() == Argmax.of(logits).on_host()
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 10_000))
 def test_a_call_with_a_stop_rule_ends_where_the_rule_says(model, seed):
     """Of 4, 1 and 2 drafts: with what it finds, the rule is asked in Python, where it is written down."""

@@ -356,7 +356,6 @@ class PagingHistory(RuleBasedStateMachine):
 PagingHistory.TestCase.settings = settings(
     max_examples=150,
     stateful_step_count=50,
-    deadline=None,
     database=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )

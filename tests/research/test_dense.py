@@ -40,7 +40,7 @@ def test_the_papers_example():
 
 
 @ROLLBACKS
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_a_fixed_batch_obeys_i1_and_i2_and_moves_who_must(rollback, data):
     """Against rows that are taken apart and padded anew, column by column."""

@@ -12,7 +12,7 @@ from specpaged.research.eqspec import EqspecScheduler
 from tests.scheduling.world import make_scheduler, make_sequence, run_step
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 17)), min_size=1, max_size=11),
     num_blocks=st.integers(12, 40),

@@ -86,7 +86,7 @@ def test_a_sequence_that_has_ended_is_replaced_before_the_next_round():
     assert accept(scheduler, B=0, C=0) == "BC"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 17)), min_size=1, max_size=11),
     num_blocks=st.integers(12, 60),

@@ -109,7 +109,7 @@ def test_whoever_decides_a_greedy_token_decides_alike(vocab_size):
         assert token_ids[ok].tolist() == [token_id.item() for token_id, ok in expected if ok], name
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(rows_of_logits(), min_size=1, max_size=5), st.integers(0, 2**32))
 def test_the_kernel_chooses_what_is_processed_and_sampled(drawn, seed):
     logits = torch.tensor([row_logits for row_logits, _ in drawn])

@@ -55,7 +55,7 @@ def same_bits(a, b):
     return torch.equal(a.nan_to_num(nan=12345.0), b.nan_to_num(nan=12345.0))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.lists(rows_of_logits(), min_size=1, max_size=5), st.sampled_from([2, 5, 1024]))
 def test_vectorised_processing_equals_the_reference(drawn, first_width):
     logits = torch.tensor([values for values, _ in drawn], dtype=torch.float32)

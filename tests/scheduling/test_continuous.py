@@ -14,7 +14,7 @@ from specpaged.paging.page_table import TARGET
 from tests.scheduling.world import make_scheduler, make_sequence, run_step
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 17)), min_size=1, max_size=9),
     num_blocks=st.integers(12, 40),

@@ -43,7 +43,7 @@ def same(found, expected):
     assert found.token_ids.tolist() == expected.token_ids.tolist()
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(rows_to_choose())
 def test_it_chooses_as_the_reference_does(drawn):
     logits, choice, noise = drawn

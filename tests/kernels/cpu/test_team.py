@@ -69,7 +69,7 @@ def run(library, count: int, num_threads: int, failing: int = -1, pauses: tuple[
     return status, done.tolist(), len(set(threads.tolist()))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(loops=st.lists(st.tuples(st.integers(0, 300), st.integers(1, 6)), min_size=1, max_size=30))
 def test_every_task_is_done_once(library, loops):
     for count, num_threads in loops:
