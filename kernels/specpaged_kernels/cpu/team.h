@@ -3,7 +3,7 @@
 // Whoever is free takes what lies next, a part of what is left; the thread that calls takes part, and returns when all
 // is done. A helper whose core is busy with another process takes less or nothing, and delays nobody but by what it has
 // taken already: milliseconds, if it is put aside just then. After that the caller goes on alone for a while, and for
-// twice as long when it happens again soon. Which thread runs what changes no bit. Each calling thread has helpers of
+// four times as long when it happens again soon. Which thread runs what changes no bit. Each calling thread has helpers of
 // its own, on the cores that OpenMP's places name if there are any: they watch for the next loop a while, then sleep.
 //
 //     tasks      0 1 2 | 3 4 | 5 6 | 7 | 8 | 9 | 10 | 11        12 of them, two threads
@@ -57,8 +57,8 @@ public:
 private:
     using clock = std::chrono::steady_clock;
     static constexpr std::chrono::microseconds WATCHES{200};  // about what lies between two passes
-    static constexpr std::chrono::microseconds LATE{100};     // of the caller's time that it waits
-    static constexpr std::chrono::milliseconds ALONE{5}, MOST_ALONE{640};
+    static constexpr std::chrono::microseconds LATE{100};     // that the caller waits
+    static constexpr std::chrono::milliseconds ALONE{20}, MOST_ALONE{640};
 
     // What belongs to a loop is written before its tasks can be taken, and read by those alone who have taken some:
     // the loop lasts until these are done. Only `parts_` may be of another loop, which does no harm.
@@ -207,28 +207,31 @@ private:
         return int64_t(time.tv_sec) * 1000000000 + time.tv_nsec;
     }
 
-    // Until helpers have done what they have taken. One that does not run meanwhile, while we do, has been put aside.
+    // Until helpers have done what they have taken. Where one of them or this thread does not run for half of that time,
+    // there are not enough cores just now. Tasks that take long, and are worked at, are no reason to go on alone.
     void wait() {
         const auto is_done = [&] { return !undone_.load(std::memory_order_acquire); };
         for (int i = 0; i < 1000; ++i) {
             if (is_done()) return;
             pause();
         }
-        const int64_t begun = nanoseconds(CLOCK_THREAD_CPUTIME_ID);
+        const auto begun = clock::now();
+        const int64_t had_run = nanoseconds(CLOCK_THREAD_CPUTIME_ID);
         for (Helper& helper : helpers_) {
             helper.is_waited_for = helper.has_task.load(std::memory_order_acquire);
             if (helper.is_waited_for) helper.had_run = nanoseconds(helper.clock);
         }
         while (!is_done()) sched_yield();  // whoever has been put aside may be waiting for this core
-        const int64_t waited = nanoseconds(CLOCK_THREAD_CPUTIME_ID) - begun;
-        if (waited < std::chrono::nanoseconds(LATE).count()) return;
-        const auto was_aside = [&](const Helper& helper) {
-            return helper.is_waited_for && nanoseconds(helper.clock) - helper.had_run < waited / 2;
-        };
-        if (std::none_of(helpers_.begin(), helpers_.end(), was_aside)) return;
         const auto now = clock::now();
+        if (now - begun < LATE) return;
+        const int64_t half = std::chrono::nanoseconds(now - begun).count() / 2;
+        const auto was_aside = [&](const Helper& helper) {
+            return helper.is_waited_for && nanoseconds(helper.clock) - helper.had_run < half;
+        };
+        const bool were_we = nanoseconds(CLOCK_THREAD_CPUTIME_ID) - had_run < half;
+        if (!were_we && std::none_of(helpers_.begin(), helpers_.end(), was_aside)) return;
         const bool is_soon = now - alone_until_ < 4 * alone_;
-        alone_ = is_soon ? std::min<clock::duration>(2 * alone_, MOST_ALONE) : clock::duration(ALONE);
+        alone_ = is_soon ? std::min<clock::duration>(4 * alone_, MOST_ALONE) : clock::duration(ALONE);
         alone_until_ = now + alone_;
     }
 
