@@ -3,8 +3,8 @@
 // Whoever is free takes what lies next, a part of what is left; the thread that calls takes part, and returns when all
 // is done. A helper whose core is busy with another process takes less or nothing, and delays nobody but by what it has
 // taken already: milliseconds, if it is put aside just then. After that the caller goes on alone for a while, and for
-// four times as long when it happens again soon. Which thread runs what changes no bit. Each calling thread has helpers of
-// its own, on the cores that OpenMP's places name if there are any: they watch for the next loop a while, then sleep.
+// four times as long when it happens again soon. Which thread runs what changes no bit. Each calling thread has helpers
+// of its own, on the cores that OpenMP's places name if there are any: they watch for the next loop a while, then sleep.
 //
 //     tasks      0 1 2 | 3 4 | 5 6 | 7 | 8 | 9 | 10 | 11        12 of them, two threads
 //     taken by   caller  helper caller ...                      each a quarter of what is left, at least one
@@ -107,10 +107,10 @@ private:
         }
         Team& team = *owner.team;
         num_threads = std::min(num_threads, team.most_threads_);
-        const int place = calling_place();
         while (int(team.helpers_.size()) + 1 < num_threads) {
             Helper& helper = team.helpers_.emplace_back();
             helper.number = int(team.helpers_.size()) - 1;
+            const int place = calling_place();
             try {
                 std::thread([team = owner.team, &helper, place] {
                     guarded([&] {
