@@ -39,6 +39,29 @@ inline void pause() {
 #endif
 }
 
+// How long to go on alone, by times alone.
+class Solitude {
+public:
+    using time = std::chrono::nanoseconds;
+    static constexpr std::chrono::microseconds LATE{100};
+    static constexpr std::chrono::milliseconds LEAST{20}, MOST{640};
+
+    bool lasts(time now) const { return now < until_; }
+
+    // A wait for tasks is over, after `waited`, in which one of the threads concerned ran for `ran` and none for less.
+    // Where one did not run for half of it, there are not enough cores just now; tasks that take long, and are worked
+    // at, are no reason to go on alone.
+    void judge(time now, time waited, time ran) {
+        if (waited < LATE || ran >= waited / 2) return;
+        const bool is_soon = now - until_ < 4 * length_;
+        length_ = is_soon ? std::min<time>(4 * length_, MOST) : time(LEAST);
+        until_ = now + length_;
+    }
+
+private:
+    time until_{}, length_{};  // of the last one
+};
+
 class Team {
 public:
     // body(first, last) of ranges that are 0 .. count - 1 together. What a body throws is thrown behind the loop. A loop
@@ -57,8 +80,6 @@ public:
 private:
     using clock = std::chrono::steady_clock;
     static constexpr std::chrono::microseconds WATCHES{200};  // about what lies between two passes
-    static constexpr std::chrono::microseconds LATE{100};     // that the caller waits
-    static constexpr std::chrono::milliseconds ALONE{20}, MOST_ALONE{640};
 
     // What belongs to a loop is written before its tasks can be taken, and read by those alone who have taken some:
     // the loop lasts until these are done. Only `parts_` may be of another loop, which does no harm.
@@ -70,15 +91,14 @@ private:
     std::atomic<int> status_{OK};
 
     bool is_sharing_ = false;
-    clock::time_point alone_until_{};
-    clock::duration alone_{};  // how long it was, or is, last
+    Solitude solitude_;
 
     struct Helper {
         int number;
-        clockid_t clock;  // of the time that it runs
+        clockid_t clock;  // of the time that it has run
         std::atomic<bool> has_task{false};
         bool is_waited_for = false;  // and how long it had run when that began; the calling thread's
-        int64_t had_run = 0;
+        Solitude::time had_run{};
     };
     std::deque<Helper> helpers_;
     int most_threads_ = most_threads();
@@ -173,8 +193,7 @@ private:
     }
 
     void share(uint32_t count, uint32_t num_threads, void (*call)(const void*, int64_t, int64_t), const void* body) {
-        const auto start = clock::now();
-        if (helpers_.empty() || is_sharing_ || start < alone_until_) {
+        if (helpers_.empty() || is_sharing_ || solitude_.lasts(now())) {
             call(body, 0, count);
             return;
         }
@@ -201,38 +220,33 @@ private:
         if (status != OK) throw std::runtime_error("a task failed");
     }
 
-    static int64_t nanoseconds(clockid_t of) {
+    static Solitude::time now() { return clock::now().time_since_epoch(); }
+    static Solitude::time has_run(clockid_t of) {
         timespec time{};
         clock_gettime(of, &time);
-        return int64_t(time.tv_sec) * 1000000000 + time.tv_nsec;
+        return std::chrono::seconds(time.tv_sec) + std::chrono::nanoseconds(time.tv_nsec);
     }
 
-    // Until helpers have done what they have taken. Where one of them or this thread does not run for half of that time,
-    // there are not enough cores just now. Tasks that take long, and are worked at, are no reason to go on alone.
+    // Until helpers have done what they have taken.
     void wait() {
         const auto is_done = [&] { return !undone_.load(std::memory_order_acquire); };
         for (int i = 0; i < 1000; ++i) {
             if (is_done()) return;
             pause();
         }
-        const auto begun = clock::now();
-        const int64_t had_run = nanoseconds(CLOCK_THREAD_CPUTIME_ID);
+        const auto begun = now();
+        const auto had_run = has_run(CLOCK_THREAD_CPUTIME_ID);
         for (Helper& helper : helpers_) {
             helper.is_waited_for = helper.has_task.load(std::memory_order_acquire);
-            if (helper.is_waited_for) helper.had_run = nanoseconds(helper.clock);
+            if (helper.is_waited_for) helper.had_run = has_run(helper.clock);
         }
         while (!is_done()) sched_yield();  // whoever has been put aside may be waiting for this core
-        const auto now = clock::now();
-        if (now - begun < LATE) return;
-        const int64_t half = std::chrono::nanoseconds(now - begun).count() / 2;
-        const auto was_aside = [&](const Helper& helper) {
-            return helper.is_waited_for && nanoseconds(helper.clock) - helper.had_run < half;
-        };
-        const bool were_we = nanoseconds(CLOCK_THREAD_CPUTIME_ID) - had_run < half;
-        if (!were_we && std::none_of(helpers_.begin(), helpers_.end(), was_aside)) return;
-        const bool is_soon = now - alone_until_ < 4 * alone_;
-        alone_ = is_soon ? std::min<clock::duration>(4 * alone_, MOST_ALONE) : clock::duration(ALONE);
-        alone_until_ = now + alone_;
+        const auto over = now();
+        if (over - begun < Solitude::LATE) return;  // no need to ask for clocks
+        auto least = has_run(CLOCK_THREAD_CPUTIME_ID) - had_run;
+        for (const Helper& helper : helpers_)
+            if (helper.is_waited_for) least = std::min(least, has_run(helper.clock) - helper.had_run);
+        solitude_.judge(over, over - begun, least);
     }
 
     // Takes some tasks and does them; false if there are none. By a helper, or null: by the calling thread.
