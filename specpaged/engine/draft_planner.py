@@ -26,8 +26,8 @@ _OFTEN = 64  # steps, the first ones
 # Seconds that it takes to listen to a step, to look at a proposal's outcome, and to plan; what of the time may go into
 # each; and the steps from one to the next, at the least and at the most.
 _LISTENING, _SELDOM = (1.2e-4, 0.0015), (1, 64)
-_LOOKING, _LOOKS_SELDOM = (4e-5, 0.004), (3, 12)
-_PLANNING, _PLANS_SELDOM = (1.1e-4, 0.004), (1, 48)
+_LOOKING, _LOOKS_SELDOM = (5e-5, 0.003), (3, 12)
+_PLANNING, _PLANS_SELDOM = (1.6e-4, 0.004), (1, 48)
 _RECENT = 0.2  # of what steps take on average, the last one
 _LONGEST_MATCH = 6  # of prompt lookup: longer ones say no more
 
@@ -165,8 +165,10 @@ class DraftPlanner:
     def forget(self, sequence: Sequence) -> None:
         """The sequence has ended, or given up its KV: what was planned for it no longer holds."""
         self._tell_outcomes()
-        if sequence in self._sequences and not self._goes_on_with([s for s in self._sequences if s is not sequence]):
-            self._sequences, self._plan = [], Plan([])
+        if sequence in self._sequences:
+            others = [s for s in self._sequences if s is not sequence]
+            if not (others and self._goes_on_with(others)):
+                self._sequences, self._plan = [], Plan([])
         self._proposals.pop(sequence, None)
         self._ask(self.controller.forget, sequence)
 

@@ -43,6 +43,8 @@ class Looks:
             for i, (candidate, count) in enumerate(zip(candidates, counts, strict=True))
             if not count and candidate.most and candidate.num_unseen > (SHORTEST if is_alone else 0)
         ]
+        if not idle:
+            return []
         rows = sum(candidate.lag for candidate, count in zip(candidates, counts, strict=True) if count)
         draft = self.costs.draft
         of_proposal = self.costs.proposal(1) + self.costs.saved(len(candidates))
