@@ -41,6 +41,9 @@ class EngineConfig:
     transformers. On a GPU the flat decoder's passes are captured as CUDA graphs unless `enforce_eager`. Unless told
     otherwise, `LLM(device="cuda")` takes blocks of 64 tokens.
 
+    One step of the engine runs up to `num_scheduler_steps` rounds where nothing is to be decided between them, which
+    are then one call into the C++ kernels: all who run decode greedily, and the drafter is a model or prompt lookup.
+
     `schedule` and `rollback` are for studies; what comes out of a request is the same with all of them. `schedule`:
     "eqspec" runs fixed batches to their end; "exspec" holds a `window` of sequences (default: 48, or half as many again
     as max_num_seqs) and runs batches of equal length out of it, else its oldest (if `sort_by_length`, its shortest).
@@ -62,6 +65,7 @@ class EngineConfig:
     attention_backend: str = "auto"
     model_impl: str = "auto"
     enforce_eager: bool = False
+    num_scheduler_steps: int = 4
     schedule: str = "continuous"
     window: int | None = None
     sort_by_length: bool = False
@@ -78,6 +82,7 @@ class EngineConfig:
         check_int("block_size", self.block_size, 1)
         check_int("max_num_seqs", self.max_num_seqs, 1)
         check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        check_int("num_scheduler_steps", self.num_scheduler_steps, 1)
         check_int("seed", self.seed, 0)
         check_bool("enable_prefix_caching", self.enable_prefix_caching)
         check_bool("enforce_eager", self.enforce_eager)
@@ -99,6 +104,11 @@ class EngineConfig:
         if self.schedule != "exspec":
             return self.max_num_seqs
         return self.window or max(MIN_WINDOW, self.max_num_seqs * 3 // 2)
+
+    @property
+    def rounds_per_step(self) -> int:
+        """At most: others than this schedule and rollback have something to do behind every round."""
+        return self.num_scheduler_steps if self.schedule == "continuous" and self.rollback == "truncate" else 1
 
     def _check_schedule_and_rollback(self) -> None:
         check_choice("schedule", self.schedule, SCHEDULES)

@@ -32,7 +32,7 @@ def make_llm(pair, speculative=None, **arguments):
 
 @pytest.fixture(scope="module")
 def llm(toy_pair):
-    return make_llm(toy_pair)
+    return make_llm(toy_pair, num_scheduler_steps=1)
 
 
 @pytest.fixture(scope="module")

@@ -98,6 +98,7 @@ def _load(pair: SyntheticPair, scale: LoopScale, numerics: str) -> LLM:
         attention_backend=scale.attention_backend,
         max_num_seqs=most,
         max_num_batched_tokens=max(4096, most),
+        num_scheduler_steps=1,  # a step is a round
         # While the last prompts of a batch are prefilled, the first ones decode.
         max_model_len=scale.context_len + (scale.steps + WARM_UP_STEPS + PREFILL_STEPS) * (scale.num_drafts + 1),
         enable_prefix_caching=True,  # each prompt is prefilled once

@@ -45,6 +45,12 @@ class DraftModelDrafter:
         """Where it decodes greedily, in one call: nobody waits for a device to know."""
         return self.runner.runs_greedy(1)
 
+    @property
+    @override
+    def in_rounds(self) -> ModelRunner | None:
+        """Its model, where that decodes greedily in one call."""
+        return self.runner if self.stops else None
+
     @override
     def propose(
         self, rows: Sequence[DraftRow], sampling: SamplingBatch, stop_rule: StopRule | None = None

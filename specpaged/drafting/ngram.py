@@ -9,6 +9,7 @@ from typing_extensions import override
 
 from specpaged.drafting.base import DraftRow
 from specpaged.drafting.draft import NO_DRAFT, Draft
+from specpaged.modeling.rounds import Lookup
 from specpaged.sampling.batch import SamplingBatch
 from specpaged.speculation.stop_rule import StopRule
 
@@ -27,6 +28,7 @@ class NgramDrafter:
     def __init__(self, prompt_lookup_min: int, prompt_lookup_max: int):
         self.prompt_lookup_min = prompt_lookup_min
         self.prompt_lookup_max = prompt_lookup_max
+        self.in_rounds = Lookup(prompt_lookup_min, prompt_lookup_max)
 
     def propose(
         self, rows: Sequence[DraftRow], sampling: SamplingBatch, stop_rule: StopRule | None = None

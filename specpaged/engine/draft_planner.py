@@ -3,71 +3,53 @@
 from __future__ import annotations
 
 import logging
-import math
-import time
-from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
-from typing import Any
 
-from specpaged.drafting.base import DraftRow
 from specpaged.drafting.draft import NO_DRAFT, Draft
-from specpaged.engine.scheduler import ScheduledSequence
 from specpaged.engine.sequence import Sequence
+from specpaged.engine.step_clock import OFTEN, StepClock, ask
 from specpaged.paging.page_table import DRAFT
 from specpaged.speculation.acceptance import logits_of
 from specpaged.speculation.controller import Candidate, Controller, Plan
 from specpaged.speculation.cost_model import CostModel
-from specpaged.speculation.pass_seconds import PassShape
 
 logger = logging.getLogger("specpaged")
 
-_OFTEN = 64  # steps, the first ones
-# Seconds that it takes to listen to a step, to look at a proposal's outcome, and to plan; what of the time may go into
-# each; and the steps from one to the next, at the least and at the most.
-_LISTENING, _SELDOM = (1.2e-4, 0.0015), (1, 64)
+# Seconds that it takes to look at a proposal's outcome, and to plan; what of the time may go into each; and the steps
+# from one to the next, at the least and at the most.
 _LOOKING, _LOOKS_SELDOM = (5e-5, 0.003), (3, 12)
 _PLANNING, _PLANS_SELDOM = (1.6e-4, 0.004), (1, 48)
-_RECENT = 0.2  # of what steps take on average, the last one
 _LONGEST_MATCH = 6  # of prompt lookup: longer ones say no more
 
 
 class DraftPlanner:
     """Asks a controller on behalf of a step, and tells it what drafts and passes came to.
 
-    Steps with a prefill tell nothing about time: their passes are of another kind. To listen takes time, and so do
-    plans, and looking at what came of drafts: between two passes of a model nothing of this is in the caches. All of
-    the first steps are listened to; then each is done as often as a share of the time allows, the longer the steps, the
-    more often. What came of drafts is told when next a plan is made, all of it at once.
+    Plans take time, and so does looking at what came of drafts: between two passes of a model nothing of this is in
+    the caches. In the first steps there is always time; then each is done as often as a share of it allows, the longer
+    the steps, the more often. What came of drafts is told when next a plan is made, all of it at once.
     """
 
     def __init__(self, controller: Controller):
         self.controller = controller
+        self.clock = StepClock(controller)
         self._sequences: list[Sequence] = []  # of the last plan
         self._plan = self._plan_again = Plan([])
         self._age, self._good_for = 0, 0  # steps since it was made, and that it is followed for
         self._proposals: dict[Sequence, Draft] = {}  # of which nobody knows yet what came of them
         self._outcomes: list[tuple[Sequence, Draft, SequenceOf[int]]] = []  # with what came in its place: to be told
-        self._num_steps = 0
-        self._told_next = 0  # the step that will be, at the latest
         self._looked_next = 0  # the step whose drafts will be waited for, at the latest
-        self._step_seconds = 0.0  # that the last steps took which were told
         self._selects = True  # whether drafts were selected from when that was asked last
-        self.tells = False  # whether the controller hears what this step takes
-        self._passes: list[PassShape] = []  # of its proposal
-        self._num_seqs = 0
-        self._mean_context = 0.0
-        self._began = self._ended = 0.0  # when the target's pass did
-        self._proposal_seconds = 0.0
 
     @property
     def costs(self) -> CostModel | None:
         """What passes take, as the controller knows it now; None of one that does not ask."""
         return getattr(self.controller, "costs", None)
 
-    def plan(self, sequences: SequenceOf[Sequence]) -> Plan:
-        """How much to draft for each of the sequences, which go on, and at whose tokens to look back."""
-        self._age += 1
+    def plan(self, sequences: SequenceOf[Sequence], num_rounds: int = 1) -> Plan:
+        """How much to draft for each of the sequences, which go on from so many rounds, and at whose to look back."""
+        self._age += num_rounds
         if self._age < self._good_for and (sequences == self._sequences or self._goes_on_with(sequences)):
             return self._plan_again
         self._tell_outcomes()
@@ -83,24 +65,30 @@ class DraftPlanner:
             for sequence in sequences
         ]
         age, self._age, self._sequences = self._age, 0, list(sequences)
-        self._plan = self._ask(self.controller.plan, candidates, age, otherwise=Plan([0] * len(sequences)))
+        self._plan = ask(self.controller.plan, candidates, age, otherwise=Plan([0] * len(sequences)))
         self._plan_again = replace(self._plan, looks_back=())
         self._good_for = self._plan.num_steps
-        if not self._plan.is_trial and self._num_steps > _OFTEN:
-            self._good_for = max(self._good_for, self._every(_PLANNING, _PLANS_SELDOM))
+        if not self._plan.is_trial and self.clock.num_steps > OFTEN:
+            self._good_for = max(self._good_for, num_rounds * self.clock.every(_PLANNING, _PLANS_SELDOM))
         return self._plan
+
+    def rounds(self, sequences: SequenceOf[Sequence], most: int) -> tuple[int, list[int]]:
+        """How many rounds of these sequences may be one call, and the drafts that each is to have in further ones."""
+        if self._selects or self._plan.stop_rule is not None or sequences != self._sequences:
+            return 1, []
+        return max(1, min(most, self._good_for - self._age)), list(self._plan.num_draft_tokens)
 
     def select(self, sequences: SequenceOf[Sequence], drafts: SequenceOf[Draft]) -> list[Draft]:
         """As much of each sequence's draft as is to be verified. The whole of it waits for its outcome."""
-        if _OFTEN < self._num_steps < self._looked_next and not self._selects:
+        if OFTEN < self.clock.num_steps < self._looked_next and not self._selects:
             return list(drafts)
-        self._looked_next = self._num_steps + self._every(_LOOKING, _LOOKS_SELDOM)
+        self._looked_next = self.clock.num_steps + self.clock.every(_LOOKING, _LOOKS_SELDOM)
         proposals = self._proposals = dict(zip(sequences, drafts, strict=True))
-        self._selects = self._ask(self.controller.selects, otherwise=False)
+        self._selects = ask(self.controller.selects, otherwise=False)
         if not self._selects:
             return list(drafts)
         evidence = [evidence_of(proposals.get(sequence, NO_DRAFT)) for sequence in self._sequences]
-        selected = self._ask(self.controller.select, self._sequences, evidence, otherwise=[*map(len, evidence)])
+        selected = ask(self.controller.select, self._sequences, evidence, otherwise=[*map(len, evidence)])
         counts = dict(zip(self._sequences, selected, strict=True))
         return [draft.cut(counts[sequence]) for sequence, draft in zip(sequences, drafts, strict=True)]
 
@@ -109,7 +97,7 @@ class DraftPlanner:
         came = sequence.token_ids[sequence.num_tokens - len(proposed) :]
         for token_id, came_id in zip(proposed, came, strict=True):
             stood = token_id == came_id
-            self._ask(self.controller.observe_drafts, sequence, int(stood), int(not stood))
+            ask(self.controller.observe_drafts, sequence, int(stood), int(not stood))
 
     def committed(self, sequence: Sequence, token_ids: SequenceOf[int]) -> None:
         """These tokens stand behind what was proposed: the outcome of as many drafts, verified or not."""
@@ -118,49 +106,7 @@ class DraftPlanner:
 
     def begin(self) -> None:
         """The target's pass begins, and the step before has ended."""
-        if self.tells:
-            self._tell_rest()
-        self._num_steps += 1
-        is_trial = self._plan.is_trial and self._age > 0  # the first one finds what the drafter has left in the caches
-        self.tells = self._num_steps < _OFTEN or self._num_steps >= self._told_next or is_trial
-        if self.tells:
-            self._began = time.perf_counter()
-
-    def scored(self, entries: SequenceOf[ScheduledSequence]) -> None:
-        """It has ended, over these entries. To be called if the step `tells`, as all that follows."""
-        now = self._ended = time.perf_counter()
-        self._step_seconds = self._step_seconds or now - self._began
-        self._told_next = self._num_steps + self._every(_LISTENING, _SELDOM)
-        self.tells = all(entry.num_new_tokens == 1 for entry in entries)
-        if self.tells:
-            num_rows = len(entries) + sum(len(entry.draft) for entry in entries)
-            self._mean_context = sum(entry.context_len for entry in entries) / len(entries)
-            self._num_seqs, self._passes, self._proposal_seconds = len(entries), [], 0.0
-            shape = PassShape(num_rows, len(entries), self._mean_context)
-            self._ask(self.controller.observe_target, shape, now - self._began)
-
-    def proposed(self, rows: SequenceOf[DraftRow], drafts: SequenceOf[Draft]) -> None:
-        """A proposal over these rows came to these drafts."""
-        num_drafted = [len(drafts[row.request_idx]) for row in rows if row.num_draft_tokens > 0]
-        widths = [sum(count > depth for count in num_drafted) for depth in range(1, max(num_drafted, default=0))]
-        self._passes = [PassShape(sum(len(row.token_ids) for row in rows), len(rows), self._mean_context)]
-        self._passes += [PassShape(width, width, self._mean_context) for width in widths]
-
-    def proposed_for(self, seconds: float) -> None:
-        """So long it took to propose, or not to."""
-        self._proposal_seconds = seconds
-
-    def _tell_rest(self) -> None:
-        """What the step took since its pass."""
-        now = time.perf_counter()
-        seconds = now - self._ended
-        self._step_seconds += _RECENT * (now - self._began - self._step_seconds)
-        if self._passes:
-            rest_seconds = seconds - self._proposal_seconds
-            arguments = (self._passes, self._proposal_seconds, self._num_seqs, rest_seconds)
-            self._ask(self.controller.observe_proposal, *arguments)
-        else:
-            self._ask(self.controller.observe_rest, seconds, self._num_seqs)
+        self.clock.begin(self._plan.is_trial, self._age)
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence has ended, or given up its KV: what was planned for it no longer holds."""
@@ -170,7 +116,7 @@ class DraftPlanner:
             if not (others and self._goes_on_with(others)):
                 self._sequences, self._plan = [], Plan([])
         self._proposals.pop(sequence, None)
-        self._ask(self.controller.forget, sequence)
+        ask(self.controller.forget, sequence)
 
     def _goes_on_with(self, sequences: SequenceOf[Sequence]) -> bool:
         """Whether the plan holds for these as well, and is now one for them: who stays keeps the drafts, if any.
@@ -193,23 +139,7 @@ class DraftPlanner:
             while num_accepted < num_known and draft.token_ids[num_accepted] == token_ids[num_accepted]:
                 num_accepted += 1
             num_rejected = int(num_accepted < num_known)
-            self._ask(self.controller.observe_drafts, sequence, num_accepted, num_rejected, _Evidence(draft))
-
-    def _every(self, seconds_and_share: tuple[float, float], least_and_most: tuple[int, int]) -> int:
-        """Steps from one time to the next that something so long is done, for it to take such a share of the time."""
-        seconds, share = seconds_and_share
-        least, most = least_and_most
-        steps = seconds / share / self._step_seconds if self._step_seconds else 0.0
-        return max(least, min(most, math.ceil(steps)))
-
-    @staticmethod
-    def _ask(question: Callable[..., Any], *arguments: Any, otherwise: Any = None) -> Any:
-        """The controller's answer. Whatever it decides, outputs are the same: nobody fails for it."""
-        try:
-            return question(*arguments)
-        except Exception:
-            logger.warning("the controller of drafts failed:", exc_info=True)
-            return otherwise
+            ask(self.controller.observe_drafts, sequence, num_accepted, num_rejected, _Evidence(draft))
 
 
 class _Evidence(SequenceOf[float]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable
@@ -84,11 +85,13 @@ class Engine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             planner=planner,
             limit=lambda verified: self.kv_layout.limit(verified),
+            reserve_rounds=self.scheduler.reserve_rounds,
+            most_rounds=config.rounds_per_step,
         )
         self.recovery = Recovery(self.scheduler, self.speculative_step)
         self.requests: dict[str, Request] = {}
         self._ended: dict[str, None] = {}  # ids of requests of which sequences have ended, and no output has come yet
-        self._num_seeds_derived = 0
+        self._derived = itertools.count()  # seeds
         self._counted = PartCounts()  # of the metrics so far
 
     def add_request(
@@ -117,8 +120,7 @@ class Engine:
         bad_words = self.vocabulary.bad_words(params)
         seed = params.seed
         if seed is None:
-            seed = derived_seed(self.config.seed, self._num_seeds_derived)
-            self._num_seeds_derived += 1
+            seed = derived_seed(self.config.seed, next(self._derived))
         sequences: list[Sequence] = []
         for child_idx in range(params.n):
             sequence = self._new_sequence(request_id, prompt_token_ids, params, seed, child_idx, bad_words)
@@ -208,10 +210,8 @@ class Engine:
         child_idx: int,
         bad_words: SequenceOf[SequenceOf[int]],
     ) -> Sequence:
-        max_draft_tokens = self.max_draft_tokens
-        if params.num_speculative_tokens is not None:
-            max_draft_tokens = params.num_speculative_tokens
-        # A request that never drafts needs no draft KV: its page table has one pool.
+        own = params.num_speculative_tokens
+        max_draft_tokens = self.max_draft_tokens if own is None else own  # 0: one pool, as it needs no draft KV
         table = self.kv_layout.new_table(self.allocator, self.num_pools if max_draft_tokens else 1)
         child_seed = (seed + child_idx) % 2**64
         sequence = Sequence(request_id, list(prompt_token_ids), params, child_seed, table, max_draft_tokens, child_idx)
@@ -271,8 +271,8 @@ class Engine:
         if not self._ended:
             return []
         with self._metrics.stage("commit"):
-            requests = [self.requests[request_id] for request_id in self._ended if request_id in self.requests]
-            finished = [request for request in requests if request.is_finished]
+            ended = map(self.requests.get, self._ended)
+            finished = [request for request in ended if request is not None and request.is_finished]
             outputs = [request.output(self.vocabulary.tokenizer) for request in finished]
             for request in finished:
                 del self.requests[request.request_id]

@@ -36,7 +36,7 @@ def propose(step: SpeculativeStep, scored: ScoredStep, reserve: Reserve) -> Nois
     A drafter that fails leaves them without: whatever is drafted, outputs are the same, and nobody ends for it.
     """
     going_on = [e.sequence for e in scored.entries if e.samples and not e.sequence.has_ended]
-    plan, counts = _plan(step, going_on, reserve)
+    plan, counts = _plan(step, going_on, reserve, scored.num_rounds)
     looking = [going_on[i] for i in plan.looks_back if not counts[i]]
     if step.planner is not None and not (any(counts) or looking or scored.hidden_states or step.follows_target):
         return {}  # plain decoding
@@ -83,12 +83,14 @@ def propose(step: SpeculativeStep, scored: ScoredStep, reserve: Reserve) -> Nois
     return sampling.noise
 
 
-def _plan(step: SpeculativeStep, going_on: SequenceOf[Sequence], reserve: Reserve) -> tuple[Plan, list[int]]:
+def _plan(
+    step: SpeculativeStep, going_on: SequenceOf[Sequence], reserve: Reserve, num_rounds: int
+) -> tuple[Plan, list[int]]:
     """How deep to draft for each sequence that goes on: as the planner of the first rank says, as far as slots go."""
     if step.planner is None:
         counts = reserve(going_on, None)
         return Plan(counts), counts
-    plan = step.planner.plan(going_on) if going_on else Plan([])
+    plan = step.planner.plan(going_on, num_rounds) if going_on else Plan([])
     if plan.stop_rule is not None and (step.agree is not None or not _takes_argmax(going_on, plan)):
         plan = replace(plan, num_draft_tokens=list(plan.without_rule), stop_rule=None)
     if step.agree is not None and going_on:
@@ -125,8 +127,8 @@ def _drafts(
             step.forget(row.sequence)
         return [NO_DRAFT] * num_drafting, None
     if step.planner is not None:
-        if step.planner.tells:
-            step.planner.proposed(rows, drafts)
+        if step.planner.clock.tells:
+            step.planner.clock.proposed(rows, drafts)
         for sequence, looked_back in zip(looking, drafts[num_drafting:], strict=True):
             step.planner.look_back(sequence, looked_back.token_ids)
     drafts = drafts[:num_drafting]

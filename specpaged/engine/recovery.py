@@ -66,7 +66,7 @@ def score_and_verify(step: SpeculativeStep, entries: SequenceOf[ScheduledSequenc
     done: list[tuple[ScoredStep, VerifyOutput]] = []
     for entry in entries:
         try:
-            scored = step.score([entry])
+            scored = step.score([entry], takes_rounds=False)
             done.append((scored, step.verify(scored)))
         except IntegrityError:
             raise

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -20,12 +21,14 @@ from specpaged.drafting.draft import NO_DRAFT
 from specpaged.engine.draft_planner import DraftPlanner
 from specpaged.engine.prompt_logprobs import record_prompt_logprobs
 from specpaged.engine.proposal import Reserve, propose
+from specpaged.engine.rounds import ReserveRounds, commit_rounds, run_rounds
 from specpaged.engine.scheduler import ScheduledSequence
 from specpaged.engine.sequence import Sequence
 from specpaged.engine.target_pass import TargetPass, run_target
 from specpaged.metrics import EngineMetrics
 from specpaged.modeling.forward_output import Argmax, GreedyTokens, HiddenStates
 from specpaged.modeling.model_runner import ModelRunner
+from specpaged.modeling.rounds import Rounds
 from specpaged.paging.block_allocator import IntegrityError
 from specpaged.paging.page_table import TARGET
 from specpaged.sampling import get_sampling_batch
@@ -49,6 +52,12 @@ class ScoredStep:
     )  # [M, V] fp32, until it is verified; these and the rest as TargetPass has them
     prompt_logits: dict[Sequence, Tensor]
     hidden_states: dict[Sequence, HiddenStates]
+    rounds: Rounds | None = None  # several at once, which are verified
+
+    @property
+    def num_rounds(self) -> int:
+        """Of the target's passes, one after the other, each over what the one before has left."""
+        return 1 if self.rounds is None else len(self.rounds.rounds)
 
     @property
     def sampling_entries(self) -> list[ScheduledSequence]:
@@ -64,7 +73,8 @@ class SpeculativeStep:
     drafter's KV is to be as long as the target's behind every step, as it depends on hidden states and blocks are
     shared by a host who does not ask; else it is left behind by sequences that do not draft, and catches up when they
     do. `planner` decides how much is drafted and verified; without one it is as much as the host reserves. `agree`
-    makes ranks that verify together take one rank's drafts.
+    makes ranks that verify together take one rank's drafts. With `reserve_rounds`, up to `most_rounds` are one step
+    where that is one call.
     """
 
     def __init__(
@@ -80,6 +90,8 @@ class SpeculativeStep:
         planner: DraftPlanner | None = None,
         limit: Callable[[VerifyOutput], VerifyOutput] | None = None,
         agree: Callable[[list[list[int]]], list[list[int]]] | None = None,
+        reserve_rounds: ReserveRounds | None = None,
+        most_rounds: int = 1,
     ):
         self.target = target
         self.drafter = drafter
@@ -90,15 +102,20 @@ class SpeculativeStep:
         self.planner = planner
         self.limit = limit  # of a rollback method that does not keep all that is verified
         self.agree = agree
+        self.reserve_rounds = reserve_rounds if most_rounds > 1 else None
+        self.most_rounds = most_rounds
         self.verifier = get_verifier(verification, target.model.backend)
         self._sampling_batch = get_sampling_batch(target.model.backend)
         self.noise: Noise = {}  # what the last proposal drew, for the step that verifies it
 
-    def score(self, entries: SequenceOf[ScheduledSequence], takes_argmax: bool = True) -> ScoredStep:
+    def score(
+        self, entries: SequenceOf[ScheduledSequence], takes_argmax: bool = True, takes_rounds: bool = True
+    ) -> ScoredStep:
         """Run the target over known tokens and drafts, packed.
 
         Where every token that the step decides is its row's most likely one, and nobody asks for more, logits are never
-        made; not so without `takes_argmax`, for a host who changes them.
+        made, and rounds that follow may be run at once (`takes_rounds`); not so without `takes_argmax`, for a host who
+        changes them.
         """
         if self.planner is not None:
             self.planner.begin()
@@ -107,11 +124,19 @@ class SpeculativeStep:
             sampling = self.sampling([entry.sequence.sampling_request for entry in sampled])
             argmax = takes_argmax and sampling.takes_argmax and not sampling.wants_logprobs
             drafts = DraftOutput.of([entry.draft for entry in sampled])
-            target_pass = self._run_target(entries, argmax)
-        if self.planner is not None and self.planner.tells:
+            rounds = run_rounds(self, entries) if argmax and takes_rounds else None
+            target_pass = self._run_target(entries, argmax) if rounds is None else (None, {}, {})
+        if rounds is not None:
+            draft_seconds = sum(of_round.draft_seconds for of_round in rounds.rounds)
+            self.metrics.seconds["score"] -= draft_seconds
+            self.metrics.seconds["propose"] += draft_seconds
+            if self.planner is not None and self.planner.clock.tells:
+                self.planner.clock.ran(entries, rounds.rounds)
+            return ScoredStep(entries, drafts, sampling, *target_pass, rounds)
+        if self.planner is not None and self.planner.clock.tells:
             if self.target.model.device.type == "cuda":  # what follows waits for it anyway
                 torch.cuda.synchronize(self.target.model.device)
-            self.planner.scored(entries)
+            self.planner.clock.scored(entries)
         return ScoredStep(entries, drafts, sampling, *target_pass)
 
     def verify(self, scored: ScoredStep) -> VerifyOutput:
@@ -121,6 +146,8 @@ class SpeculativeStep:
         have run it. So who fails with drafts in the pass is scored once more without them, and drafts no more; what
         fails then, fails.
         """
+        if scored.rounds is not None:
+            return _output_of(scored.rounds)
         with self.metrics.stage("verify"):
             verified = self.verifier.verify(scored.logits, scored.drafts, scored.sampling)
             if any(verified.failed):
@@ -134,6 +161,9 @@ class SpeculativeStep:
         draft's T + K - 1 at most, as the last draft was never run. Both keep T + a: the bonus token has no KV yet.
         """
         with self.metrics.stage("commit"):
+            if scored.rounds is not None:
+                commit_rounds(self, scored)
+                return
             metrics = self.metrics
             metrics.steps += 1
             metrics.rounds += len(scored.drafts.token_ids) > 0
@@ -171,8 +201,8 @@ class SpeculativeStep:
         before = self.metrics.seconds["propose"]
         with self.metrics.stage("propose"):
             self.noise = propose(self, scored, reserve)
-        if self.planner is not None and self.planner.tells:
-            self.planner.proposed_for(self.metrics.seconds["propose"] - before)
+        if self.planner is not None and self.planner.clock.tells:
+            self.planner.clock.proposed_for(self.metrics.seconds["propose"] - before)
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence has ended, or given up its KV."""
@@ -254,3 +284,10 @@ class SpeculativeStep:
             for pool, context_len in enumerate(table.context_lens):
                 metrics.rollback_blocks_freed += table.truncate(pool, min(context_len, num_tokens))
         metrics.rollback_seconds += time.perf_counter() - start
+
+
+def _output_of(rounds: Rounds) -> VerifyOutput:
+    """All rounds as one."""
+    token_ids = [list(chain(*of_rounds)) for of_rounds in zip(*(r.token_ids for r in rounds.rounds), strict=True)]
+    num_accepted = [len(output) - len(rounds.rounds) for output in token_ids]
+    return VerifyOutput(token_ids, num_accepted, [False] * len(token_ids), [None] * len(token_ids))

@@ -21,6 +21,7 @@ from specpaged.modeling.forward_output import (
 )
 from specpaged.modeling.loaded_model import LoadedModel
 from specpaged.modeling.ragged_batch import RaggedBatch, RaggedRow
+from specpaged.modeling.rounds import DecodingRow, Lookup, Rounds
 from specpaged.paging.kv_cache import KVCache
 from specpaged.speculation.stop_rule import StopRule
 
@@ -113,6 +114,25 @@ class ModelRunner:
         self._check_threads()
         further = [0] * len(rows) if num_further is None else num_further
         return self.model.decoder.greedy(rows, self.kv_cache, num_ids, further, wants_logprobs, stop_rule)
+
+    def rounds(
+        self,
+        rows: Sequence[DecodingRow],
+        num_ids: int,
+        num_rounds: int,
+        draft: ModelRunner | None = None,
+        lookup: Lookup | None = None,
+    ) -> Rounds:
+        """Rounds of these sequences by the most likely tokens, of the first num_ids ids, in one call.
+
+        In front of each but the first `draft` drafts, or `lookup`, for the rows that want drafts: of a row that is
+        looked up in, all tokens have to be there. They are fewer than `num_rounds` where a sequence ends, with the
+        round in which it does, and where a row has no most likely token, before that round. Only where both models run
+        greedily.
+        """
+        self._check_threads()
+        drafting = None if draft is None else (draft.model.decoder, draft.kv_cache)
+        return self.model.decoder.rounds(rows, self.kv_cache, num_ids, num_rounds, drafting, lookup)
 
     def _check_threads(self) -> None:
         model = self.model

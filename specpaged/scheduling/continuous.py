@@ -121,16 +121,35 @@ class ContinuousScheduler:
         No more than are `wanted`, or the configuration says, than could be emitted, than the next step's token budget
         has room for beside a token of everybody, and than free blocks hold.
         """
-        batch_size = min(self.max_num_seqs, len(self) - sum(sequence.has_ended for sequence in self.running))
-        most, budget = self._num_draft_tokens(batch_size), self.max_num_batched_tokens - batch_size
-        counts = []
-        for i, sequence in enumerate(sequences):
-            if wanted is not None:
-                most = wanted[i]
-            k = min(most, sequence.max_draft_tokens, self._num_useful_draft_tokens(sequence), budget)
+        counts, num_drafts = [], 0
+        for sequence, k, budget in self._draft_shares(sequences, wanted):
+            k = min(k, self._num_useful_draft_tokens(sequence), budget - num_drafts)
             counts.append(self._reserve_draft(sequence, k) if k > 0 else 0)
-            budget -= counts[-1]
+            num_drafts += counts[-1]
         return counts
+
+    def reserve_rounds(
+        self, sequences: SequenceOf[Sequence], num_rounds: int, wanted: SequenceOf[int] | None = None
+    ) -> list[tuple[int, int]]:
+        """As `ReserveRounds` says."""
+        reserved, num_drafts = [], 0
+        for sequence, k, budget in self._draft_shares(sequences, wanted):
+            k = max(0, min(k, budget - num_drafts))
+            num_drafts += k
+            most = len(sequence.draft.token_ids) + (num_rounds - 1) * (k + 1)
+            most = min(most, self._num_useful_draft_tokens(sequence))
+            reserved.append((k, 1 + (self._reserve_draft(sequence, most) if most > 0 else 0)))
+        return reserved
+
+    def _draft_shares(
+        self, sequences: SequenceOf[Sequence], wanted: SequenceOf[int] | None
+    ) -> Iterator[tuple[Sequence, int, int]]:
+        """Each sequence, with how many drafts it may have, and how many all of them may."""
+        batch_size = min(self.max_num_seqs, len(self) - sum(sequence.has_ended for sequence in self.running))
+        budget = self.max_num_batched_tokens - batch_size
+        configured = self.speculative_config.num_draft_tokens(batch_size) if self.speculative_config else 0
+        for sequence, count in zip(sequences, wanted or [configured] * len(sequences), strict=True):
+            yield sequence, min(count, sequence.max_draft_tokens), budget
 
     @staticmethod
     def _reserve_draft(sequence: Sequence, k: int) -> int:
@@ -253,9 +272,6 @@ class ContinuousScheduler:
         while num_needed > self.allocator.num_free:
             self._release_draft()
         return True
-
-    def _num_draft_tokens(self, batch_size: int) -> int:
-        return self.speculative_config.num_draft_tokens(batch_size) if self.speculative_config else 0
 
     def _with_drafts(self, num_new_tokens: dict[Sequence, int]) -> tuple[ScheduledSequence, ...]:
         """The step's sequences with as much of their drafts as the token budget leaves."""

@@ -79,6 +79,7 @@ class Method:
             "schedule": self.schedule,
             "rollback": self.rollback,
             "max_num_seqs": batch_size,
+            "num_scheduler_steps": 1,  # what methods differ in is what lies between two rounds
         }
         if self.schedule == "exspec":
             arguments |= {"window": window, "sort_by_length": self.sorted}

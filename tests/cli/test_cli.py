@@ -15,6 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from specpaged.cli import app, printing
+from specpaged.config import EngineConfig
 from specpaged.engine.engine import Engine
 from specpaged.modeling.model_runner import ModelRunner
 from specpaged.paging.page_table import PageTable
@@ -310,6 +311,7 @@ def planted_fault(monkeypatch):
         return verified
 
     monkeypatch.setattr(CoupledVerifier, "verify", faulty)
+    monkeypatch.setattr(EngineConfig, "rounds_per_step", 1)  # whose tokens it does not see
     return planted
 
 

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from specpaged.drafting.draft import NO_DRAFT
-from specpaged.engine import draft_planner
+from specpaged.engine import step_clock
 from specpaged.engine.draft_planner import DraftPlanner
+from specpaged.modeling.rounds import Round
 from specpaged.speculation.controller import Plan
 
 
@@ -16,10 +17,14 @@ class Listener:
     """A controller that counts what it hears."""
 
     def __init__(self):
-        self.num_heard = 0
+        self.heard = []
+
+    @property
+    def num_heard(self):
+        return len(self.heard)
 
     def observe_target(self, shape, seconds):
-        self.num_heard += 1
+        self.heard.append((shape, seconds))
 
     def observe_rest(self, seconds, num_seqs):
         pass
@@ -28,7 +33,7 @@ class Listener:
 @pytest.mark.parametrize(("seconds", "share"), [(1e-5, 1 / 64), (2.1e-3, 1 / 39), (1.1e-2, 1 / 8), (1e-1, 1)])
 def test_of_long_steps_more_are_heard_as_long_as_it_takes_little_of_the_time(monkeypatch, seconds, share):
     now = 0.0
-    monkeypatch.setattr(draft_planner, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(step_clock, "time", SimpleNamespace(perf_counter=lambda: now))
     listener = Listener()
     planner = DraftPlanner(listener)
     entries = [SimpleNamespace(num_new_tokens=1, draft=NO_DRAFT, context_len=10)]
@@ -39,8 +44,8 @@ def test_of_long_steps_more_are_heard_as_long_as_it_takes_little_of_the_time(mon
         for _ in range(num_steps):
             planner.begin()
             now += seconds
-            if planner.tells:
-                planner.scored(entries)
+            if planner.clock.tells:
+                planner.clock.scored(entries)
         return listener.num_heard - before
 
     assert run(63) == 63
@@ -52,7 +57,7 @@ def test_of_long_steps_more_are_heard_as_long_as_it_takes_little_of_the_time(mon
 )
 def test_in_short_steps_plans_and_outcomes_are_asked_for_seldom(monkeypatch, seconds, planned, looked):
     now, num_plans, num_looks = 0.0, 0, 0
-    monkeypatch.setattr(draft_planner, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(step_clock, "time", SimpleNamespace(perf_counter=lambda: now))
 
     def plan(candidates, num_steps):
         nonlocal num_plans
@@ -74,8 +79,8 @@ def test_in_short_steps_plans_and_outcomes_are_asked_for_seldom(monkeypatch, sec
         for _ in range(num_steps):
             planner.begin()
             now += seconds
-            if planner.tells:
-                planner.scored(entries)
+            if planner.clock.tells:
+                planner.clock.scored(entries)
             planner.plan([])
             planner.select([], [])
 
@@ -89,17 +94,42 @@ def test_in_short_steps_plans_and_outcomes_are_asked_for_seldom(monkeypatch, sec
 
 
 def test_of_a_trial_all_steps_are_heard_but_the_first_and_none_for_it_behind_it():
-    listener = Listener()
-    planner = DraftPlanner(listener)
-    planner._num_steps = planner._told_next = 1 << 20
-    planner._told_next += 1000  # nothing is due
-    listener.plan = lambda candidates, num_steps: Plan([], num_steps=4, is_trial=True)
+    planner, listener = trials()
+    entries = [SimpleNamespace(num_new_tokens=1, draft=NO_DRAFT, context_len=10)]
     told = []
     for step in range(8):
         if step == 4:
             listener.plan = lambda candidates, num_steps: Plan([], num_steps=4)
         planner.plan([])
+        before = listener.num_heard
         planner.begin()
-        told.append(planner.tells)
-        planner.tells = False
-    assert told == [False, True, True, True, False, False, False, False]
+        if planner.clock.tells:
+            planner.clock.scored(entries)
+        told.append(listener.num_heard - before)
+    assert told == [0, 1, 1, 1, 0, 0, 0, 0]
+
+
+def test_of_a_trial_in_one_call_all_rounds_are_heard_but_the_first():
+    planner, listener = trials()
+    planner.plan([])
+    assert planner.rounds([], 3) == (3, [])
+    assert planner.rounds([], 8) == (4, [])  # as many as it is good for
+    planner.begin()
+    assert planner.clock.tells
+    entries = [SimpleNamespace(context_len=10), SimpleNamespace(context_len=20)]
+    planner.clock.ran(
+        entries, [Round([[], []], [[], []], [[5], [6]], seconds, 0.0) for seconds in (9.0, 2.0, 3.0, 4.0)]
+    )
+    assert listener.heard == [((2, 2, 16.0), 2.0), ((2, 2, 17.0), 3.0), ((2, 2, 18.0), 4.0)]
+
+
+def trials():
+    """A planner that follows trials of four steps, and whom it tells; nothing else is due."""
+    listener = Listener()
+    planner = DraftPlanner(listener)
+    listener.plan = lambda candidates, num_steps: Plan([], num_steps=4, is_trial=True)
+    listener.selects = lambda: False
+    planner.select([], [])
+    planner.clock.num_steps = planner._looked_next = 1 << 20
+    planner.clock._told_next = planner.clock.num_steps + 1000
+    return planner, listener

@@ -146,11 +146,11 @@ def test_a_pass_that_fails_for_one_request_is_its_own_failure(tokenizer_pair, mo
     step = llm.engine.speculative_step
     honest = getattr(step, method)
 
-    def poisoned(argument, *others):
+    def poisoned(argument, *others, **options):
         entries = getattr(argument, "entries", argument)
         if any(e.sequence.request_id == "2" and len(e.sequence.output_token_ids) > 6 for e in entries):
             raise MemoryError("too much")
-        return honest(argument, *others)
+        return honest(argument, *others, **options)
 
     monkeypatch.setattr(step, method, poisoned)
     outputs = generate(llm, prompts, params)
@@ -241,7 +241,7 @@ def test_what_fails_in_every_prefill_is_raised_and_not_tried_for_ever(tokenizer_
 def test_two_failures_with_tokens_between_them_are_two_first_ones(tokenizer_pair, monkeypatch):
     prompts, params = toys.prompts(3), SamplingParams(max_tokens=20, **GREEDY)
     expected = token_ids(generate(make_llm(tokenizer_pair, k=0), prompts, params))
-    llm = make_llm(tokenizer_pair, k=0)
+    llm = make_llm(tokenizer_pair, k=0, num_scheduler_steps=1)
     honest, calls = llm.engine.scheduler.schedule, []
 
     def schedule():
@@ -260,7 +260,9 @@ def test_two_failures_with_tokens_between_them_are_two_first_ones(tokenizer_pair
 def test_a_step_that_fails_is_run_anew_from_its_tokens(tokenizer_pair, monkeypatch, method, behind):
     prompts, params = toys.prompts(4), SamplingParams(max_tokens=20, **GREEDY)
     expected = token_ids(generate(make_llm(tokenizer_pair, k=0), prompts, params))
-    llm = make_llm(tokenizer_pair, k=3, draft=tokenizer_pair.target, speculative={"numerics": "exact"})
+    llm = make_llm(
+        tokenizer_pair, k=3, draft=tokenizer_pair.target, speculative={"numerics": "exact"}, num_scheduler_steps=1
+    )
     engine = llm.engine
     for i, prompt in enumerate(prompts):
         engine.add_request(str(i), prompt["prompt_token_ids"], params)
@@ -308,7 +310,7 @@ def test_a_broken_invariant_is_raised_at_once(tokenizer_pair, monkeypatch):
                 llm.generate(toys.prompts(2), use_tqdm=False)
         assert llm.engine.allocator.num_held == 0
     with monkeypatch.context() as patched:
-        patched.setattr(step, "score", lambda entries: broken() if len(entries) == 1 else [].pop())
+        patched.setattr(step, "score", lambda entries, **_: broken() if len(entries) == 1 else [].pop())
         with pytest.raises(IntegrityError, match="a block has two owners"):
             llm.generate(toys.prompts(2), use_tqdm=False)
     generate(llm, toys.prompts(2), SamplingParams(max_tokens=4))
@@ -336,7 +338,7 @@ def test_an_interrupted_step_leaves_requests_that_go_on(tokenizer_pair, monkeypa
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(engine.target, "greedy", interrupted)
+        patched.setattr(engine.target, "rounds", interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.step()
     outputs = {}

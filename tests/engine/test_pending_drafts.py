@@ -91,7 +91,7 @@ def test_after_a_fork(toy_pair, plain):
 def test_after_the_abort_of_a_neighbour(toy_pair, plain):
     prompts, params = toys.prompts(4), SamplingParams(max_tokens=24, **GREEDY)
     expected = token_ids(generate(plain, prompts, params))
-    llm = self_drafting(toy_pair)
+    llm = self_drafting(toy_pair, num_scheduler_steps=1)
     for i, prompt in enumerate(prompts):
         llm.engine.add_request(str(i), prompt["prompt_token_ids"], params)
     outputs = {}

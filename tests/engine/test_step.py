@@ -225,7 +225,7 @@ def test_drafts_that_a_host_brings_are_rolled_back_as_a_sequences_own(toy_pair, 
     """vLLM's scheduler says which drafts run. Here they are nobody's, and the first of three is right."""
     prompts, params = toys.prompts(4), [SamplingParams(max_tokens=16, **GREEDY)] * 4
     expected = plain_outputs(toy_pair, prompts, params)
-    llm = make_llm(toy_pair, k=0)
+    llm = make_llm(toy_pair, k=0, num_scheduler_steps=1)
     schedule = llm.engine.scheduler.schedule
 
     def with_drafts(entry):
@@ -249,7 +249,7 @@ def test_behind_a_commit_no_pool_holds_kv_of_a_token_that_is_not_known(toy_pair,
     prompts = toys.prompts(8)
     free = plain_outputs(toy_pair, prompts, [SamplingParams(max_tokens=30, **GREEDY)] * 8)
     params = [SamplingParams(max_tokens=30, stop_token_ids=[ids[13]], **GREEDY) for ids in free]
-    llm = make_llm(toy_pair, k=k, draft=toy_pair.target, speculative={"numerics": "exact"})
+    llm = make_llm(toy_pair, k=k, draft=toy_pair.target, speculative={"numerics": "exact"}, num_scheduler_steps=1)
     step = llm.engine.speculative_step
     commit, num_rolled_back, num_behind_a_stop = step.commit, 0, 0
 

@@ -1,4 +1,4 @@
 // All kernels, in one library.
 
-#include "greedy.cpp"
+#include "rounds.cpp"
 #include "sampling.cpp"

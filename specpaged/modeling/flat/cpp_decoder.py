@@ -20,9 +20,11 @@ from specpaged.modeling.flat.row_wise import CppGate
 from specpaged.modeling.forward_output import ForwardOutput, ForwardRequest, GreedyTokens, HiddenStates
 from specpaged.modeling.linear import CPP_ROWS, CppKernel, FastLinear, RowExactLinear
 from specpaged.modeling.ragged_batch import RaggedBatch, RaggedRow
+from specpaged.modeling.rounds import DecodingRow, Lookup, Round, Rounds
 from specpaged.paging.kv_cache import PagedKVCache
 from specpaged.speculation.stop_rule import StopRule
 from specpaged_kernels.cpu import decoder as kernel
+from specpaged_kernels.cpu import rounds as rounds_kernel
 from specpaged_kernels.cpu.library import STORAGE, check_status, check_tensor
 from specpaged_kernels.cpu.paged_attention import Pass, make_pass
 
@@ -146,6 +148,61 @@ class CppDecoder(nn.Module):
             )
             start += count
         return found
+
+    def rounds(
+        self,
+        rows: Sequence[DecodingRow],
+        kv_cache: PagedKVCache,
+        num_ids: int,
+        num_rounds: int,
+        draft: tuple[CppDecoder, PagedKVCache] | None,
+        lookup: Lookup | None,
+    ) -> Rounds:
+        """What ModelRunner.rounds says."""
+        ints: list[int] = []
+        room = 0
+        for row in rows:
+            ints += (
+                len(row.token_ids), row.start, row.draft_context_len, len(row.draft), row.num_draft_tokens,
+                row.most_tokens, len(row.stop_ids), len(row.blocks),
+            )  # fmt: skip
+            ints += row.token_ids
+            ints += row.draft
+            ints += row.stop_ids
+            ints += row.blocks
+            room += 2 * num_rounds + row.most_tokens + num_rounds * max(len(row.draft), row.num_draft_tokens)
+        asked, found, beside = array("q", ints), array("q", bytes(8 * room)), array("f", bytes(4 * room))
+        context_lens, seconds = array("q", bytes(8 * len(rows))), array("d", bytes(16 * num_rounds))
+        num_done = ctypes.c_int64()
+        target = self._model(kv_cache)
+        drafting = None if draft is None else draft[0]._model(draft[1])
+        shortest, longest = (0, 0) if lookup is None else lookup
+        status = rounds_kernel.function()(
+            ctypes.addressof(target), None if drafting is None else ctypes.addressof(drafting), shortest, longest,
+            num_ids, num_rounds, asked.buffer_info()[0], len(asked), len(rows), found.buffer_info()[0],
+            beside.buffer_info()[0], room, context_lens.buffer_info()[0], seconds.buffer_info()[0],
+            ctypes.addressof(num_done),
+        )  # fmt: skip
+        check_status(status)
+        rounds, start = [], 0
+        values = found.tolist()
+        for i in range(num_done.value):
+            drafts, evidence, token_ids = [], [], []
+            for _ in rows:
+                num_drafts, num_tokens = values[start : start + 2]
+                drafts_end = start + 2 + num_drafts
+                drafts.append(values[start + 2 : drafts_end])
+                evidence.append(beside[start + 2 : drafts_end].tolist() if num_drafts else [])
+                start = drafts_end + num_tokens
+                token_ids.append(values[drafts_end:start])
+            rounds.append(Round(drafts, evidence, token_ids, *seconds[2 * i : 2 * i + 2]))
+        return Rounds(rounds, context_lens.tolist())
+
+    def _model(self, kv_cache: PagedKVCache) -> rounds_kernel.Model:
+        """This decoder on these pools, which it keeps."""
+        pools, geometry = self._pools(kv_cache.layers), self._geometry(kv_cache)
+        addresses = map(ctypes.addressof, (self._struct, geometry, pools))
+        return rounds_kernel.Model(ctypes.cast(self._greedy_function, ctypes.c_void_p).value, *addresses)
 
     def _pools(self, kv_layers: Sequence[Tensor]) -> ctypes.Array:
         """Their addresses. They are looked at once, and again when they are others."""

@@ -1,0 +1,278 @@
+// Rounds of sequences that decode by the most likely tokens: several in one call, between two decisions of the host,
+// which describes the sequences in ints. A round runs the target over each one's last known token and its drafts, and
+// keeps the drafts that are the target's own tokens, with the token that follows them. In front of every round but the
+// first, whose drafts the host brings, a draft model drafts for those that want drafts, or a lookup in their own tokens.
+// Two sequences, of which the first wants two:
+//
+//              known   drafts    the target finds    it keeps
+//   round 0    x       a b       a c ?               a c
+//              y                 z                   z
+//   round 1    c       d e       d e f               d e f
+//              z                 w                   w
+
+#pragma once
+
+#include <chrono>
+
+#include "greedy.cpp"
+
+namespace {
+
+using Greedy = int (*)(const Decoder*, const Pass*, void* const*, const int64_t*, int64_t, int64_t, int64_t, int,
+                       const StopRule*, int64_t*, float*, int64_t*);
+
+// A model on its KV, and what decodes it: see greedy.cpp.
+struct Model {
+    Greedy greedy;
+    const Decoder* decoder;
+    const Pass* geometry;
+    void* const* pools;
+};
+
+// Drafting without a model: what followed the last n tokens the last time that they stood there. See drafting/ngram.py.
+struct Lookup {
+    int64_t shortest, longest;  // n, of which the largest is taken
+
+    // So many tokens that follow, into drafts; n, or 0 where nothing is found.
+    int64_t find(const std::vector<int64_t>& tokens, int64_t count, std::vector<int64_t>* drafts) const {
+        const int64_t size = int64_t(tokens.size());
+        for (int64_t n = std::min(longest, size - 1); n >= shortest; --n) {
+            const int64_t* const last = tokens.data() + size - n;
+            for (int64_t place = size - n - 1; place >= 0; --place) {
+                if (!std::equal(last, last + n, tokens.data() + place)) continue;
+                const int64_t start = place + n, period = size - start;
+                for (int64_t i = 0; i < count; ++i) drafts->push_back(tokens[size_t(start + i % period)]);
+                return n;
+            }
+        }
+        return 0;
+    }
+};
+
+// In ints one after the other: these eight, its last known tokens, its drafts, its stop ids, its blocks.
+struct Decoding {
+    int64_t num_known;      // of the tokens that come along, those from `start` on, which some model has not run
+    int64_t start;          // the position of the first one; the target has run all of them but the last
+    int64_t draft_context;  // tokens that the draft model has run, drafts among them; `start` at least
+    int64_t num_drafts;     // that wait for the first round
+    int64_t num_wanted;     // drafts, for each further round
+    int64_t most;           // tokens that may come, 1 at least: slots reach up to the last but one
+    int64_t num_stop_ids, num_blocks;
+
+    std::vector<int64_t> known, drafts;
+    std::vector<float> evidence;  // of each draft, if they were made here
+    const int64_t *stop_ids, *blocks;
+    bool has_ended = false;  // no more may come, or a stop id has
+
+    int64_t num_tokens() const { return start + int64_t(known.size()); }
+};
+
+inline int read_decoding(const int64_t* ints, int64_t num_ints, int64_t num_seqs, std::vector<Decoding>* sequences) {
+    constexpr int64_t HEAD = 8;
+    const int64_t* const end = ints + num_ints;
+    for (int64_t seq = 0; seq < num_seqs; ++seq) {
+        if (end - ints < HEAD) return TOKEN_IDS;
+        Decoding s = {ints[0], ints[1], ints[2], ints[3], ints[4], ints[5], ints[6], ints[7], {}, {}, {}, {}, {}};
+        ints += HEAD;
+        if (s.num_known < 1 || s.num_known > end - ints) return TOKEN_IDS;
+        s.known.assign(ints, ints + s.num_known);
+        ints += s.num_known;
+        if (s.start < 0 || s.start > INT32_MAX) return POSITIONS;
+        if (s.num_drafts < 0 || s.num_drafts > end - ints) return TOKEN_IDS;
+        s.drafts.assign(ints, ints + s.num_drafts);
+        ints += s.num_drafts;
+        if (s.draft_context < s.start || s.draft_context > s.num_tokens() + s.num_drafts) return CONTEXT_LENS;
+        if (s.num_wanted < 0 || s.num_wanted > INT32_MAX || s.most < 1 || s.num_drafts >= s.most) return CONTEXT_LENS;
+        if (s.num_stop_ids < 0 || s.num_stop_ids > end - ints) return TOKEN_IDS;
+        s.stop_ids = ints;
+        ints += s.num_stop_ids;
+        if (s.num_blocks < 0 || s.num_blocks > end - ints) return PAGE_TABLE;
+        s.blocks = ints;
+        ints += s.num_blocks;
+        sequences->push_back(std::move(s));
+    }
+    return ints == end ? OK : TOKEN_IDS;
+}
+
+// What the rounds come to, one after the other and of each sequence in turn: how many drafts it had, how many tokens
+// it has got, these drafts, and these tokens. Beside each of these ints is a float: of a draft that was made here, its
+// log-softmax, or how long the match was.
+struct Found {
+    int64_t* ints;
+    float* floats;
+    int64_t room;
+
+    bool add(int64_t value, float beside = 0.0f) {
+        if (room-- < 1) return false;
+        *ints++ = value;
+        *floats++ = beside;
+        return true;
+    }
+};
+
+class Rounds {
+public:
+    Rounds(const Model& target, const Model* draft, const Lookup* lookup, int64_t num_ids,
+           std::vector<Decoding>* sequences)
+        : target_(target), draft_(draft), lookup_(lookup), num_ids_(num_ids), sequences_(*sequences) {}
+
+    // Runs the target, and keeps what stands; not where a row has no most likely token: `is_ok` is false then, and all
+    // is as it was.
+    int verify(Found* found, bool* is_ok) {
+        ints_.clear();
+        int64_t num_rows = 0;
+        for (const Decoding& s : sequences_) {
+            const int64_t count = 1 + int64_t(s.drafts.size());
+            describe(s, s.num_tokens() - 1, count, count, 0);
+            ints_.insert(ints_.end(), s.drafts.begin(), s.drafts.end());
+            ints_.insert(ints_.end(), s.blocks, s.blocks + s.num_blocks);
+            num_rows += count;
+        }
+        const int status = run(target_, sequences_.size(), num_rows, false);
+        if (status != OK) return status;
+        std::vector<int64_t> num_kept;
+        const auto row_is_ok = [&](int64_t row) { return logprobs_[size_t(row)] == logprobs_[size_t(row)]; };
+        int64_t row = 0;
+        for (const Decoding& s : sequences_) {
+            const int64_t count = int64_t(s.drafts.size());
+            int64_t kept = 0;
+            while (kept < count && row_is_ok(row + kept) && token_ids_[size_t(row + kept)] == s.drafts[size_t(kept)])
+                ++kept;
+            if (!(*is_ok = row_is_ok(row + kept))) return OK;
+            num_kept.push_back(kept);
+            row += 1 + count;
+        }
+        row = 0;
+        for (size_t i = 0; i < sequences_.size(); ++i) {
+            if (!keep(&sequences_[i], &token_ids_[size_t(row)], num_kept[i], found)) return TOKEN_IDS;
+            row += 1 + int64_t(sequences_[i].drafts.size());
+            sequences_[i].drafts.clear();
+            sequences_[i].evidence.clear();
+        }
+        return OK;
+    }
+
+    // Drafts as many as are wanted, but none that could not come.
+    int draft() {
+        const auto num_useful = [](const Decoding& s) { return std::min(s.num_wanted, s.most - 1); };
+        if (lookup_) {
+            for (Decoding& s : sequences_)
+                if (num_useful(s) > 0) {
+                    const int64_t matched = lookup_->find(s.known, num_useful(s), &s.drafts);
+                    s.evidence.assign(s.drafts.size(), float(matched));
+                }
+            return OK;
+        }
+        std::vector<Decoding*> drafting;
+        ints_.clear();
+        int64_t num_found = 0, num_steps = 0;
+        for (Decoding& s : sequences_) {
+            const int64_t count = num_useful(s);
+            if (count < 1) continue;
+            drafting.push_back(&s);
+            describe(s, s.draft_context, s.num_tokens() - s.draft_context, 1, count - 1);
+            ints_.insert(ints_.end(), s.blocks, s.blocks + s.num_blocks);
+            num_found += count;
+            num_steps = std::max(num_steps, count);
+        }
+        if (drafting.empty()) return OK;
+        const int status = run(*draft_, drafting.size(), num_found, true);
+        if (status != OK) return status;
+        size_t next = 0;
+        for (auto* s : drafting) s->draft_context = s->num_tokens() + num_useful(*s) - 1;
+        for (int64_t step = 0; step < num_steps; ++step)
+            for (auto* s : drafting)
+                if (step < num_useful(*s)) {
+                    s->drafts.push_back(token_ids_[next]);
+                    s->evidence.push_back(logprobs_[next++]);
+                }
+        return OK;
+    }
+
+    bool has_one_ended() const {
+        return std::any_of(sequences_.begin(), sequences_.end(), [](const Decoding& s) { return s.has_ended; });
+    }
+    bool wants_drafts() const {
+        return std::any_of(sequences_.begin(), sequences_.end(), [](const Decoding& s) { return s.num_wanted > 0; });
+    }
+
+private:
+    // Appends what was found: the drafts that stand, and the token behind them.
+    static bool keep(Decoding* s, const int64_t* found_ids, int64_t num_accepted, Found* found) {
+        const int64_t num_drafts = int64_t(s->drafts.size()), count = num_accepted + 1;
+        bool has_room = found->add(num_drafts) && found->add(count);
+        for (size_t i = 0; i < s->drafts.size(); ++i)
+            has_room = has_room && found->add(s->drafts[i], i < s->evidence.size() ? s->evidence[i] : 0.0f);
+        for (int64_t i = 0; i < count; ++i) {
+            has_room = has_room && found->add(found_ids[i]);
+            s->known.push_back(found_ids[i]);
+            s->has_ended |= std::count(s->stop_ids, s->stop_ids + s->num_stop_ids, found_ids[i]) > 0;
+        }
+        s->draft_context = std::min(s->draft_context, s->num_tokens() - 1);
+        s->most -= count;
+        s->has_ended |= s->most < 1;
+        return has_room;
+    }
+
+    // The head of a greedy.cpp's Sequence, and those of its tokens that are known.
+    void describe(const Decoding& s, int64_t context_len, int64_t num_tokens, int64_t num_logits, int64_t num_steps) {
+        for (const int64_t value : {num_tokens, context_len, num_logits, num_steps, s.num_blocks})
+            ints_.push_back(value);
+        ints_.insert(ints_.end(), s.known.begin() + (context_len - s.start), s.known.end());
+    }
+
+    int run(const Model& model, size_t num_seqs, int64_t num_found, bool wants_logprobs) {
+        token_ids_.resize(size_t(num_found));
+        logprobs_.resize(size_t(num_found));
+        int64_t num_done;
+        return model.greedy(model.decoder, model.geometry, model.pools, ints_.data(), int64_t(ints_.size()),
+                            int64_t(num_seqs), num_ids_, wants_logprobs, nullptr, token_ids_.data(), logprobs_.data(),
+                            &num_done);
+    }
+
+    const Model& target_;
+    const Model* draft_;
+    const Lookup* lookup_;
+    int64_t num_ids_;
+    std::vector<Decoding>& sequences_;
+    std::vector<int64_t> ints_, token_ids_;
+    std::vector<float> logprobs_;
+};
+
+}  // namespace
+
+// As many rounds as `num_rounds`, or fewer: up to the one in which a sequence ends, or before one in which a row has no
+// most likely token. Written are `num_done`; what rounds come to, as Found says, into `found` and `beside` [room]; how
+// many tokens the draft model has run of each sequence; and `seconds` [num_rounds, 2] of the target's passes and of the
+// drafting before them. Nobody wants drafts, or `draft` makes them, or, with a `longest` above 0, a Lookup. Returns a
+// Status: of what the first round lacks.
+extern "C" int rounds(const Model* target, const Model* draft, int64_t shortest, int64_t longest, int64_t num_ids,
+                      int64_t num_rounds, const int64_t* ints, int64_t num_ints, int64_t num_seqs, int64_t* found_ints,
+                      float* beside, int64_t room, int64_t* draft_contexts, double* seconds, int64_t* num_done) {
+    return guarded([&]() -> int {
+        std::vector<Decoding> sequences;
+        const int status = read_decoding(ints, num_ints, num_seqs, &sequences);
+        if (status != OK) return status;
+        const Lookup lookup = {std::max<int64_t>(1, shortest), longest};
+        Rounds rounds(*target, draft, longest > 0 ? &lookup : nullptr, num_ids, &sequences);
+        if (!draft && longest < 1 && rounds.wants_drafts()) return CONTEXT_LENS;
+        const auto timed = [](double* taken, auto&& run) {
+            const auto start = std::chrono::steady_clock::now();
+            const int status = run();
+            *taken = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+            return status;
+        };
+        Found found = {found_ints, beside, room};
+        for (*num_done = 0; *num_done < num_rounds && !rounds.has_one_ended(); ++*num_done) {
+            double* const taken = seconds + 2 * *num_done;
+            const auto drafting = [&] { return *num_done ? rounds.draft() : int(OK); };
+            if (timed(taken + 1, drafting) != OK) break;  // the host's own drafting will say why
+            bool is_ok = false;
+            const int status = timed(taken, [&] { return rounds.verify(&found, &is_ok); });
+            if (status != OK && !*num_done) return status;
+            if (status != OK || !is_ok) break;
+        }
+        for (const Decoding& s : sequences) *draft_contexts++ = std::min(s.draft_context, s.num_tokens() - 1);
+        return OK;
+    });
+}

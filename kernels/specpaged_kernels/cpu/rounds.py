@@ -1,0 +1,24 @@
+"""Several rounds of greedy decoding in one call: see rounds.cpp."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+from specpaged_kernels.cpu.build import load
+from specpaged_kernels.cpu.library import INT, POINTER, SIZE, SOURCE
+
+
+class Model(ctypes.Structure):
+    """The struct of the same name in the C++ file."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in ("greedy", "decoder", "geometry", "pools")]
+
+
+@functools.cache
+def function() -> object:
+    """Raises BuildError."""
+    found = load(SOURCE).rounds
+    found.argtypes = [POINTER, POINTER, *[SIZE] * 4, POINTER, SIZE, SIZE, POINTER, POINTER, SIZE, *[POINTER] * 3]
+    found.restype = INT
+    return found

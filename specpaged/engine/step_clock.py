@@ -1,0 +1,152 @@
+"""What steps take, told to a controller."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from typing import Any
+
+from specpaged.drafting.base import DraftRow
+from specpaged.drafting.draft import Draft
+from specpaged.engine.scheduler import ScheduledSequence
+from specpaged.modeling.rounds import Round
+from specpaged.speculation.controller import Controller
+from specpaged.speculation.pass_seconds import PassShape
+
+logger = logging.getLogger("specpaged")
+
+OFTEN = 64  # steps, the first ones
+# Seconds that it takes to listen to a step; what of the time may go into that; and the steps from one to the next, at
+# the least and at the most.
+_LISTENING, _SELDOM = (1.2e-4, 0.0015), (1, 64)
+_RECENT = 0.2  # of what steps take on average, the last one
+
+
+class StepClock:
+    """Times the steps of which a controller hears.
+
+    Those with a prefill tell nothing: their passes are of another kind. To listen takes time; all of the first steps
+    are heard, and then as many as a share of the time allows, of longer ones more.
+    """
+
+    def __init__(self, controller: Controller):
+        self.controller = controller
+        self.num_steps = 0
+        self.tells = False  # whether the controller hears what this step takes
+        self._tells_rest = False  # and of the last one, what it took beside its passes
+        self._is_trial = self._finds_caches = False  # as a drafter that goes on no longer has left them
+        self._told_next = 0  # the step that will be, at the latest
+        self._step_seconds = 0.0  # that the last steps took which were told
+        self._began = 0.0  # when the target's pass did
+        self._num_seqs = 0
+        self._num_rounds = 1
+        self._mean_context = 0.0
+        self._passes: list[PassShape] = []  # of the proposal
+        self._proposal_seconds = 0.0
+        self._pass_seconds = 0.0  # of all other passes
+
+    def begin(self, is_trial: bool = False, age: int = 0) -> None:
+        """The target's pass begins, and the step before has ended; so many steps followed the same plan before."""
+        if self._tells_rest:
+            self._tell_rest()
+        self.num_steps += 1
+        self._is_trial, self._finds_caches = is_trial, is_trial and not age
+        self.tells = self.num_steps < OFTEN or self.num_steps >= self._told_next or is_trial
+        self._tells_rest = False
+        if self.tells:
+            self._began = time.perf_counter()
+
+    def scored(self, entries: SequenceOf[ScheduledSequence]) -> None:
+        """It has ended, over these entries. To be called if the step `tells`, as all that follows."""
+        seconds = time.perf_counter() - self._began
+        self.tells = self._tells_rest = not self._finds_caches and all(entry.num_new_tokens == 1 for entry in entries)
+        self._hears_next(seconds)
+        if self.tells:
+            self._num_seqs, self._passes, self._proposal_seconds = len(entries), [], 0.0
+            self._num_rounds, self._pass_seconds = 1, seconds
+            self._mean_context = sum(entry.context_len for entry in entries) / len(entries)
+            num_rows = len(entries) + sum(len(entry.draft) for entry in entries)
+            ask(self.controller.observe_target, self._shape(num_rows), seconds)
+
+    def ran(self, entries: SequenceOf[ScheduledSequence], rounds: SequenceOf[Round]) -> None:
+        """Several rounds have ended, in place of `scored`. What a proposal takes that comes behind them is not told.
+
+        The last one is heard, and of a trial all but the first one.
+        """
+        self.tells, self._tells_rest = False, True
+        self._hears_next(time.perf_counter() - self._began)
+        self._num_seqs, self._num_rounds, self._passes = len(entries), len(rounds), []
+        self._pass_seconds = sum(of_round.verify_seconds + of_round.draft_seconds for of_round in rounds)
+        num_tokens = sum(entry.context_len for entry in entries)
+        for i, of_round in enumerate(rounds):
+            if i + 1 == len(rounds) or (self._is_trial and i > 0):
+                self._mean_context = num_tokens / len(entries)
+                num_rows = len(entries) + sum(map(len, of_round.drafts))
+                ask(self.controller.observe_target, self._shape(num_rows), of_round.verify_seconds)
+            num_tokens += sum(map(len, of_round.token_ids))
+        last = rounds[-1]
+        if any(last.drafts) and len(rounds) == 1:
+            self._tells_rest = False
+        elif any(last.drafts):  # a proposal is made behind them, too, and takes as long
+            before = rounds[-2]
+            first = [
+                1 + (len(token_ids) > len(draft) > 0)
+                for drafted, draft, token_ids in zip(last.drafts, before.drafts, before.token_ids, strict=True)
+                if drafted
+            ]
+            self._passes = [PassShape(sum(first), len(first), self._mean_context)]
+            self._passes += self._later([*map(len, last.drafts)])
+            self._proposal_seconds = last.draft_seconds
+
+    def proposed(self, rows: SequenceOf[DraftRow], drafts: SequenceOf[Draft]) -> None:
+        """A proposal over these rows came to these drafts."""
+        num_drafted = [len(drafts[row.request_idx]) for row in rows if row.num_draft_tokens > 0]
+        self._passes = [PassShape(sum(len(row.token_ids) for row in rows), len(rows), self._mean_context)]
+        self._passes += self._later(num_drafted)
+
+    def proposed_for(self, seconds: float) -> None:
+        """So long it took to propose, or not to."""
+        self._proposal_seconds = seconds
+
+    def _shape(self, num_rows: int) -> PassShape:
+        return PassShape(num_rows, self._num_seqs, self._mean_context)
+
+    def _later(self, num_drafted: SequenceOf[int]) -> list[PassShape]:
+        """The passes of a proposal behind its first one."""
+        widths = [sum(count > depth for count in num_drafted) for depth in range(1, max(num_drafted, default=0))]
+        return [PassShape(width, width, self._mean_context) for width in widths]
+
+    def _hears_next(self, seconds: float) -> None:
+        self._step_seconds = self._step_seconds or seconds
+        self._told_next = self.num_steps + self.every(_LISTENING, _SELDOM)
+
+    def _tell_rest(self) -> None:
+        """What each of the step's rounds took beside its passes."""
+        seconds = time.perf_counter() - self._began
+        self._step_seconds += _RECENT * (seconds - self._step_seconds)
+        rest_seconds = seconds - self._pass_seconds
+        if self._passes:
+            rest_seconds = (rest_seconds - self._proposal_seconds) / self._num_rounds
+            arguments = (self._passes, self._proposal_seconds, self._num_seqs, rest_seconds)
+            ask(self.controller.observe_proposal, *arguments)
+        else:
+            ask(self.controller.observe_rest, rest_seconds / self._num_rounds, self._num_seqs)
+
+    def every(self, seconds_and_share: tuple[float, float], least_and_most: tuple[int, int]) -> int:
+        """Steps from one time to the next that something so long is done, for it to take such a share of the time."""
+        seconds, share = seconds_and_share
+        least, most = least_and_most
+        steps = seconds / share / self._step_seconds if self._step_seconds else 0.0
+        return max(least, min(most, math.ceil(steps)))
+
+
+def ask(question: Callable[..., Any], *arguments: Any, otherwise: Any = None) -> Any:
+    """The controller's answer. Whatever it decides, outputs are the same: nobody fails for it."""
+    try:
+        return question(*arguments)
+    except Exception:
+        logger.warning("the controller of drafts failed:", exc_info=True)
+        return otherwise
