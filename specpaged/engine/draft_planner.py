@@ -13,6 +13,7 @@ from specpaged.paging.page_table import DRAFT
 from specpaged.speculation.acceptance import logits_of
 from specpaged.speculation.controller import Candidate, Controller, Plan
 from specpaged.speculation.cost_model import CostModel
+from specpaged.speculation.stop_rule import StopRule
 
 logger = logging.getLogger("specpaged")
 
@@ -40,6 +41,7 @@ class DraftPlanner:
         self._proposals: dict[Sequence, Draft] = {}  # of which nobody knows yet what came of them
         self._outcomes: list[tuple[Sequence, Draft, SequenceOf[int]]] = []  # with what came in its place: to be told
         self._looked_next = 0  # the step whose drafts will be waited for, at the latest
+        self.most_rounds = 1, 1  # of plain steps, and of others, that are one call
         self._selects = True  # whether drafts were selected from when that was asked last
 
     @property
@@ -64,6 +66,7 @@ class DraftPlanner:
             )
             for sequence in sequences
         ]
+        self._expect_rounds(sequences)
         age, self._age, self._sequences = self._age, 0, list(sequences)
         self._plan = ask(self.controller.plan, candidates, age, otherwise=Plan([0] * len(sequences)))
         self._plan_again = replace(self._plan, looks_back=())
@@ -72,11 +75,22 @@ class DraftPlanner:
             self._good_for = max(self._good_for, num_rounds * self.clock.every(_PLANNING, _PLANS_SELDOM))
         return self._plan
 
-    def rounds(self, sequences: SequenceOf[Sequence], most: int) -> tuple[int, list[int]]:
-        """How many rounds of these sequences may be one call, and the drafts that each is to have in further ones."""
-        if self._selects or self._plan.stop_rule is not None or sequences != self._sequences:
-            return 1, []
-        return max(1, min(most, self._good_for - self._age)), list(self._plan.num_draft_tokens)
+    def rounds(self, sequences: SequenceOf[Sequence], most: int) -> tuple[int, list[int], StopRule | None]:
+        """How many rounds of these sequences may be one call; of further ones, the drafts of each, and their rule."""
+        counts = self._plan.num_draft_tokens
+        if sequences != self._sequences or (self._selects and any(counts)):
+            return 1, [], None
+        return max(1, min(most, self._good_for - self._age)), list(counts), self._plan.stop_rule
+
+    def _expect_rounds(self, sequences: SequenceOf[Sequence]) -> None:
+        """Tell the costs over how many rounds a call's own time is spread."""
+        if self.costs is not None:
+            requests = [sequence.sampling_request for sequence in sequences]
+            in_one_call = all(
+                r.params.greedy and not r.needs_processing and r.params.logprobs is None for r in requests
+            )
+            self.costs.plain_rounds = self.most_rounds[0] if in_one_call else 1
+            self.costs.drafting_rounds = self.most_rounds[1] if in_one_call and not self._selects else 1
 
     def select(self, sequences: SequenceOf[Sequence], drafts: SequenceOf[Draft]) -> list[Draft]:
         """As much of each sequence's draft as is to be verified. The whole of it waits for its outcome."""

@@ -43,7 +43,9 @@ def run_rounds(step: SpeculativeStep, entries: SequenceOf[ScheduledSequence]) ->
     if drafter is not None and drafter.hidden_states is not None:
         return None
     sequences = [entry.sequence for entry in entries]
-    num_rounds, wanted = (step.most_rounds, None) if planner is None else planner.rounds(sequences, step.most_rounds)
+    num_rounds, wanted, stop_rule = step.most_rounds, None, None
+    if planner is not None:
+        num_rounds, wanted, stop_rule = planner.rounds(sequences, step.most_rounds)
     if num_rounds < 2:
         return None
     in_rounds = None if drafter is None else drafter.in_rounds
@@ -62,7 +64,7 @@ def run_rounds(step: SpeculativeStep, entries: SequenceOf[ScheduledSequence]) ->
             return None
     if not step.target.runs_greedy(sum(1 + max(len(row.draft), row.num_draft_tokens) for row in rows)):
         return None
-    rounds = step.target.rounds(rows, step.vocab_size, num_rounds, draft, lookup)
+    rounds = step.target.rounds(rows, step.vocab_size, num_rounds, draft, stop_rule, lookup)
     return rounds if rounds.rounds else None
 
 

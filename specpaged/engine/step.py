@@ -104,6 +104,8 @@ class SpeculativeStep:
         self.agree = agree
         self.reserve_rounds = reserve_rounds if most_rounds > 1 else None
         self.most_rounds = most_rounds
+        if planner is not None and self.reserve_rounds is not None and target.runs_greedy(1):
+            planner.most_rounds = most_rounds, 1 if drafter is None or drafter.in_rounds is None else most_rounds
         self.verifier = get_verifier(verification, target.model.backend)
         self._sampling_batch = get_sampling_batch(target.model.backend)
         self.noise: Noise = {}  # what the last proposal drew, for the step that verifies it

@@ -42,11 +42,10 @@ class StepClock:
         self._step_seconds = 0.0  # that the last steps took which were told
         self._began = 0.0  # when the target's pass did
         self._num_seqs = 0
-        self._num_rounds = 1
         self._mean_context = 0.0
         self._passes: list[PassShape] = []  # of the proposal
         self._proposal_seconds = 0.0
-        self._pass_seconds = 0.0  # of all other passes
+        self._pass_seconds = 0.0  # of the target's, and of all between them
 
     def begin(self, is_trial: bool = False, age: int = 0) -> None:
         """The target's pass begins, and the step before has ended; so many steps followed the same plan before."""
@@ -66,19 +65,16 @@ class StepClock:
         self._hears_next(seconds)
         if self.tells:
             self._num_seqs, self._passes, self._proposal_seconds = len(entries), [], 0.0
-            self._num_rounds, self._pass_seconds = 1, seconds
+            self._pass_seconds = seconds
             self._mean_context = sum(entry.context_len for entry in entries) / len(entries)
             num_rows = len(entries) + sum(len(entry.draft) for entry in entries)
             ask(self.controller.observe_target, self._shape(num_rows), seconds)
 
     def ran(self, entries: SequenceOf[ScheduledSequence], rounds: SequenceOf[Round]) -> None:
-        """Several rounds have ended, in place of `scored`. What a proposal takes that comes behind them is not told.
-
-        The last one is heard, and of a trial all but the first one.
-        """
-        self.tells, self._tells_rest = False, True
+        """Several rounds have ended, in place of `scored`. The last one is heard, and of a trial all but the first."""
+        self._tells_rest = True
         self._hears_next(time.perf_counter() - self._began)
-        self._num_seqs, self._num_rounds, self._passes = len(entries), len(rounds), []
+        self._num_seqs, self._passes, self._proposal_seconds = len(entries), [], 0.0
         self._pass_seconds = sum(of_round.verify_seconds + of_round.draft_seconds for of_round in rounds)
         num_tokens = sum(entry.context_len for entry in entries)
         for i, of_round in enumerate(rounds):
@@ -87,19 +83,6 @@ class StepClock:
                 num_rows = len(entries) + sum(map(len, of_round.drafts))
                 ask(self.controller.observe_target, self._shape(num_rows), of_round.verify_seconds)
             num_tokens += sum(map(len, of_round.token_ids))
-        last = rounds[-1]
-        if any(last.drafts) and len(rounds) == 1:
-            self._tells_rest = False
-        elif any(last.drafts):  # a proposal is made behind them, too, and takes as long
-            before = rounds[-2]
-            first = [
-                1 + (len(token_ids) > len(draft) > 0)
-                for drafted, draft, token_ids in zip(last.drafts, before.drafts, before.token_ids, strict=True)
-                if drafted
-            ]
-            self._passes = [PassShape(sum(first), len(first), self._mean_context)]
-            self._passes += self._later([*map(len, last.drafts)])
-            self._proposal_seconds = last.draft_seconds
 
     def proposed(self, rows: SequenceOf[DraftRow], drafts: SequenceOf[Draft]) -> None:
         """A proposal over these rows came to these drafts."""
@@ -124,16 +107,16 @@ class StepClock:
         self._told_next = self.num_steps + self.every(_LISTENING, _SELDOM)
 
     def _tell_rest(self) -> None:
-        """What each of the step's rounds took beside its passes."""
+        """What the step took beside its passes, however many rounds it had."""
         seconds = time.perf_counter() - self._began
         self._step_seconds += _RECENT * (seconds - self._step_seconds)
         rest_seconds = seconds - self._pass_seconds
         if self._passes:
-            rest_seconds = (rest_seconds - self._proposal_seconds) / self._num_rounds
+            rest_seconds -= self._proposal_seconds
             arguments = (self._passes, self._proposal_seconds, self._num_seqs, rest_seconds)
             ask(self.controller.observe_proposal, *arguments)
         else:
-            ask(self.controller.observe_rest, rest_seconds / self._num_rounds, self._num_seqs)
+            ask(self.controller.observe_rest, rest_seconds, self._num_seqs)
 
     def every(self, seconds_and_share: tuple[float, float], least_and_most: tuple[int, int]) -> int:
         """Steps from one time to the next that something so long is done, for it to take such a share of the time."""

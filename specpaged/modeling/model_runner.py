@@ -121,18 +121,19 @@ class ModelRunner:
         num_ids: int,
         num_rounds: int,
         draft: ModelRunner | None = None,
+        stop_rule: StopRule | None = None,
         lookup: Lookup | None = None,
     ) -> Rounds:
         """Rounds of these sequences by the most likely tokens, of the first num_ids ids, in one call.
 
-        In front of each but the first `draft` drafts, or `lookup`, for the rows that want drafts: of a row that is
-        looked up in, all tokens have to be there. They are fewer than `num_rounds` where a sequence ends, with the
-        round in which it does, and where a row has no most likely token, before that round. Only where both models run
-        greedily.
+        In front of each but the first `draft` drafts for the rows that want drafts, by a `stop_rule` of these, if there
+        is one; or `lookup` does, of a row all of whose tokens have to be there. They are fewer than `num_rounds` where
+        a sequence ends, with the round in which it does, and where a row has no most likely token, before that round.
+        Only where both models run greedily.
         """
         self._check_threads()
         drafting = None if draft is None else (draft.model.decoder, draft.kv_cache)
-        return self.model.decoder.rounds(rows, self.kv_cache, num_ids, num_rounds, drafting, lookup)
+        return self.model.decoder.rounds(rows, self.kv_cache, num_ids, num_rounds, drafting, stop_rule, lookup)
 
     def _check_threads(self) -> None:
         model = self.model

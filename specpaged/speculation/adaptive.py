@@ -59,12 +59,12 @@ class AdaptiveController(MeasuringController):
         self.by_evidence = by_evidence
         self.acceptance = AcceptanceModel()
         self._requests: dict[Hashable, RequestAcceptance] = {}
-        # By batch size, most drafts of one sequence, the logit expected of them, and whether anyone drafts.
-        self._paying: dict[tuple[int, int, float, bool], bool] = {}
+        # By batch size, most drafts of one sequence, the logit expected of them, whether anyone drafts, and rounds.
+        self._paying: dict[tuple[int, int, float, bool, tuple[int, int]], bool] = {}
         self._age = 0  # plans
         self._asked = 0  # when what could pay was asked anew
         self._context = 0.0  # tokens that the sequences of the last plan had in the mean
-        self._times_of: dict[int, StepTimes] = {}  # by batch size
+        self._times_of: dict[tuple[int, int, int], StepTimes] = {}  # by batch size and the costs' rounds
         self._is_drafting = False
         self._counts: list[int] = []  # of the last plan
         self._planned = _PLANNED  # steps that it was good for
@@ -78,7 +78,7 @@ class AdaptiveController(MeasuringController):
         self._context = sum([c.context_len for c in candidates]) / len(candidates)
         nothing = [0] * len(candidates)
         looking = LOOKING if self._is_drafting else self._share_of_looking(candidates)
-        plain_seconds = self._times(len(candidates), 0).verify[0]
+        plain_seconds = self._times(len(candidates), 0).plain
         self.looks.earn(looking * num_steps * plain_seconds, _MOST_SAVED * plain_seconds)
         if not looking:
             self._is_drafting = False
@@ -134,14 +134,19 @@ class AdaptiveController(MeasuringController):
             self.acceptance.chances_of(self._request(sequence), of_draft) if of_draft else ()
             for sequence, of_draft in zip(sequences, evidence, strict=True)
         ]
-        # What the proposal has taken is part of the step: without it, rows would seem dearer than they are.
-        spent = self.costs.proposal(sum(map(bool, lengths)) if times.later else 0)
+        # What the proposal has taken is part of the step: without it, rows would seem dearer than they are. And where
+        # nobody selects, several rounds may be one step.
+        costs, passes = self.costs, 0.0
         if times.later:
             for depth in range(max(lengths)):
-                spent += times.later[sum([length > depth for length in lengths])]
-        counts, rate = select(chances, times.verify, proposal_seconds=spent)
-        rate_of_all = (len(sequences) + sum(map(sum, chances))) / (times.verify[num_drafts] + spent)
-        gain = rate / rate_of_all - 1.0 - _SELECTING / (times.verify[num_drafts] + spent)
+                passes += times.later[sum([length > depth for length in lengths])]
+        rest = costs.rest(len(sequences))
+        besides = rest + costs.proposal(sum(map(bool, lengths)) if times.later else 0)
+        passes -= rest / costs.drafting_rounds  # which is part of the tables
+        counts, rate = select(chances, times.verify, proposal_seconds=passes + besides)
+        seconds_of_all = times.verify[num_drafts] + passes + besides / costs.plain_rounds
+        rate_of_all = (len(sequences) + sum(map(sum, chances))) / seconds_of_all
+        gain = rate / rate_of_all - 1.0 - _SELECTING / seconds_of_all
         self._gain += _GAIN_RATE * (min(_MOST_GAIN, gain) - self._gain)
         return counts
 
@@ -190,7 +195,8 @@ class AdaptiveController(MeasuringController):
 
     def _pays(self, candidates: Sequence[Candidate], expected_logit: float, most: int) -> bool:
         """Whether it would to draft for all, if their drafts stood as expected."""
-        key = len(candidates), most, expected_logit, self._is_drafting
+        rounds = self.costs.plain_rounds, self.costs.drafting_rounds
+        key = len(candidates), most, expected_logit, self._is_drafting, rounds
         pays = self._paying.get(key)
         if pays is None:
             chances = self.acceptance.chances(expected_logit, most)
@@ -219,13 +225,13 @@ class AdaptiveController(MeasuringController):
             chances,
             times.verify,
             (times.first, times.later) if times.later else (),
-            proposal_seconds=self.costs.proposal(0),
-            plain_seconds=times.verify[0] / worth,
+            proposal_seconds=self.costs.proposal(0) / self.costs.drafting_rounds,
+            plain_seconds=times.plain / worth,
         )
 
     def _speed(self, num_seqs: int, tokens_per_second: float) -> float:
         """That rate over plain decoding's of so many sequences, as it is believed to be."""
-        return tokens_per_second * self._times(num_seqs, 0).verify[0] / num_seqs
+        return tokens_per_second * self._times(num_seqs, 0).plain / num_seqs
 
     def _repaid(self, candidates: Sequence[Candidate], selection: Selection) -> list[bool]:
         """Of each, whether its tokens that are to come gain more by drafting than it takes to catch up before."""
@@ -233,7 +239,7 @@ class AdaptiveController(MeasuringController):
         backlog = sum([c.lag - 1 for c, count in zip(candidates, counts, strict=True) if count and c.lag > _NEAR])
         if not backlog:
             return [True] * len(candidates)
-        gained = self._times(len(candidates), 0).verify[0] / len(candidates) - 1.0 / selection.tokens_per_second
+        gained = self._times(len(candidates), 0).plain / len(candidates) - 1.0 / selection.tokens_per_second
         draft, num_drafting = self.costs.draft, sum(map(bool, counts))
         catching_up = draft.of_rows(num_drafting + backlog) - draft.of_rows(num_drafting)  # in the first pass
         repaid = gained * backlog / catching_up if catching_up > 0 else math.inf  # tokens, for each that is to come
@@ -256,7 +262,7 @@ class AdaptiveController(MeasuringController):
         if not (self.by_evidence and self.stops) or self.acceptance.spread <= _TOLD_APART:
             return False
         times = self._times(batch_size, 0)
-        return times.later[batch_size] > _DEAR * times.verify[0]
+        return times.later[batch_size] > _DEAR * times.plain
 
     def _deeper(self, candidates: Sequence[Candidate], counts: Sequence[int]) -> list[int]:
         """As deep as would pay if evidence turns out well; the stop rule sees to it when it does not."""
@@ -283,7 +289,8 @@ class AdaptiveController(MeasuringController):
     def _times(self, batch_size: int, num_drafts: int) -> StepTimes:
         """Of steps of this batch. They are made anew now and then, and when contexts have grown."""
         context = self._context
-        times = self._times_of.get(batch_size)
+        key = batch_size, self.costs.plain_rounds, self.costs.drafting_rounds
+        times = self._times_of.get(key)
         if (
             times is None
             or len(times.verify) <= num_drafts
@@ -291,6 +298,6 @@ class AdaptiveController(MeasuringController):
             or abs(context - times.context) > 32 + 0.2 * times.context
         ):
             most = max(num_drafts, batch_size if times is None else len(times.verify) - 1)
-            times = self._times_of[batch_size] = StepTimes.of(self.costs, batch_size, most, context)
+            times = self._times_of[key] = StepTimes.of(self.costs, batch_size, most, context)
         times.uses += 1
         return times

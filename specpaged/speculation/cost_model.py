@@ -31,6 +31,9 @@ class CostModel:
 
     The rest of a step that drafts takes `drafting_rest` times as long, and what that is more is part of the proposal.
     As long as plain steps have not been heard, it is taken for what all steps have in common: a host's own work.
+
+    A host that makes one step of several rounds takes all this once for them: for `plain_rounds` of those that draft
+    nothing, and `drafting_rounds` of others.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class CostModel:
         self.seconds_per_sequence = seconds_per_sequence
         self.seconds_saved = seconds_saved
         self.drafting_rest = 1.0
+        self.plain_rounds = self.drafting_rounds = 1
         self.errors = PassErrors(target)
         self._of_target, self._of_proposals = _Surprises(), _Surprises()
         self._of_rest, self._of_drafting_rest = _Surprises(), _Surprises()

@@ -16,6 +16,7 @@ class StepTimes:
     """Seconds of steps of one batch size."""
 
     context: float
+    plain: float  # of a step that drafts nothing
     verify: list[float]  # [n]: with n drafts to verify, whatever drafting them took
     first: list[float]  # [n]: of the draft's first pass for n sequences; nothing where no model drafts
     later: list[float]  # [n]: of each further one
@@ -28,18 +29,20 @@ class StepTimes:
         target, draft = costs.target, costs.draft
         rows = target.table(batch_size + most_drafts)
         per_row = context * target.per_row_and_kv_token
-        rest = costs.rest(batch_size) + target.of_sequences(batch_size, context)
-        verify = [rows[n] + n * per_row + rest for n in range(batch_size, batch_size + most_drafts + 1)]
-        verify[0] -= costs.saved(batch_size)
+        of_sequences = target.of_sequences(batch_size, context)
+        plain = rows[batch_size] + batch_size * per_row + of_sequences - costs.saved(batch_size)
+        plain += costs.rest(batch_size) / costs.plain_rounds
+        of_sequences += costs.rest(batch_size) / costs.drafting_rounds
+        verify = [rows[n] + n * per_row + of_sequences for n in range(batch_size, batch_size + most_drafts + 1)]
         doubt = costs.errors.doubt(batch_size, _SEVERAL * batch_size)
         if draft is None:
-            return cls(context, verify, [], [], doubt)
+            return cls(context, plain, verify, [], [], doubt)
         # A sequence that has not drafted for long catches up once: what counts is what it will be from then on.
         num_first = [math.ceil(n * _USUAL_LAG) for n in range(batch_size + 1)]
         rows = draft.table(num_first[-1])
         per_row = context * draft.per_row_and_kv_token
         of_sequences = [draft.of_sequences(n, context) + n * per_row for n in range(batch_size + 1)]
-        besides = costs.proposal(1) - costs.proposal(0)
+        besides = (costs.proposal(1) - costs.proposal(0)) / costs.drafting_rounds
         first = [rows[num_first[n]] + of_sequences[n] + n * besides for n in range(batch_size + 1)]
         later = [rows[n] + of_sequences[n] for n in range(batch_size + 1)]
-        return cls(context, verify, first, later, doubt)
+        return cls(context, plain, verify, first, later, doubt)

@@ -112,9 +112,9 @@ struct Found {
 
 class Rounds {
 public:
-    Rounds(const Model& target, const Model* draft, const Lookup* lookup, int64_t num_ids,
+    Rounds(const Model& target, const Model* draft, const StopRule* rule, const Lookup* lookup, int64_t num_ids,
            std::vector<Decoding>* sequences)
-        : target_(target), draft_(draft), lookup_(lookup), num_ids_(num_ids), sequences_(*sequences) {}
+        : target_(target), draft_(draft), rule_(rule), lookup_(lookup), num_ids_(num_ids), sequences_(*sequences) {}
 
     // Runs the target, and keeps what stands; not where a row has no most likely token: `is_ok` is false then, and all
     // is as it was.
@@ -128,7 +128,8 @@ public:
             ints_.insert(ints_.end(), s.blocks, s.blocks + s.num_blocks);
             num_rows += count;
         }
-        const int status = run(target_, sequences_.size(), num_rows, false);
+        int64_t num_passes;
+        const int status = run(target_, sequences_.size(), num_rows, false, nullptr, &num_passes);
         if (status != OK) return status;
         std::vector<int64_t> num_kept;
         const auto row_is_ok = [&](int64_t row) { return logprobs_[size_t(row)] == logprobs_[size_t(row)]; };
@@ -165,7 +166,7 @@ public:
         }
         std::vector<Decoding*> drafting;
         ints_.clear();
-        int64_t num_found = 0, num_steps = 0;
+        int64_t num_found = 0, num_steps = 0;  // which may be fewer than are useful
         for (Decoding& s : sequences_) {
             const int64_t count = num_useful(s);
             if (count < 1) continue;
@@ -173,13 +174,13 @@ public:
             describe(s, s.draft_context, s.num_tokens() - s.draft_context, 1, count - 1);
             ints_.insert(ints_.end(), s.blocks, s.blocks + s.num_blocks);
             num_found += count;
-            num_steps = std::max(num_steps, count);
         }
         if (drafting.empty()) return OK;
-        const int status = run(*draft_, drafting.size(), num_found, true);
+        const bool is_ruled = rule_ && rule_->num_seqs == int64_t(drafting.size());  // else some had no room
+        const int status = run(*draft_, drafting.size(), num_found, true, is_ruled ? rule_ : nullptr, &num_steps);
         if (status != OK) return status;
         size_t next = 0;
-        for (auto* s : drafting) s->draft_context = s->num_tokens() + num_useful(*s) - 1;
+        for (auto* s : drafting) s->draft_context = s->num_tokens() + std::min(num_steps, num_useful(*s)) - 1;
         for (int64_t step = 0; step < num_steps; ++step)
             for (auto* s : drafting)
                 if (step < num_useful(*s)) {
@@ -221,17 +222,18 @@ private:
         ints_.insert(ints_.end(), s.known.begin() + (context_len - s.start), s.known.end());
     }
 
-    int run(const Model& model, size_t num_seqs, int64_t num_found, bool wants_logprobs) {
+    int run(const Model& model, size_t num_seqs, int64_t num_found, bool wants_logprobs, const StopRule* rule,
+            int64_t* num_done) {
         token_ids_.resize(size_t(num_found));
         logprobs_.resize(size_t(num_found));
-        int64_t num_done;
         return model.greedy(model.decoder, model.geometry, model.pools, ints_.data(), int64_t(ints_.size()),
-                            int64_t(num_seqs), num_ids_, wants_logprobs, nullptr, token_ids_.data(), logprobs_.data(),
-                            &num_done);
+                            int64_t(num_seqs), num_ids_, wants_logprobs, rule, token_ids_.data(), logprobs_.data(),
+                            num_done);
     }
 
     const Model& target_;
     const Model* draft_;
+    const StopRule* rule_;
     const Lookup* lookup_;
     int64_t num_ids_;
     std::vector<Decoding>& sequences_;
@@ -244,9 +246,9 @@ private:
 // As many rounds as `num_rounds`, or fewer: up to the one in which a sequence ends, or before one in which a row has no
 // most likely token. Written are `num_done`; what rounds come to, as Found says, into `found` and `beside` [room]; how
 // many tokens the draft model has run of each sequence; and `seconds` [num_rounds, 2] of the target's passes and of the
-// drafting before them. Nobody wants drafts, or `draft` makes them, or, with a `longest` above 0, a Lookup. Returns a
-// Status: of what the first round lacks.
-extern "C" int rounds(const Model* target, const Model* draft, int64_t shortest, int64_t longest, int64_t num_ids,
+// drafting before them. Nobody wants drafts, or `draft` makes them, with a rule if there is one, for those that want
+// drafts, or, with a `longest` above 0, a Lookup. Returns a Status: of what the first round lacks.
+extern "C" int rounds(const Model* target, const Model* draft, const StopRule* rule, int64_t shortest, int64_t longest, int64_t num_ids,
                       int64_t num_rounds, const int64_t* ints, int64_t num_ints, int64_t num_seqs, int64_t* found_ints,
                       float* beside, int64_t room, int64_t* draft_contexts, double* seconds, int64_t* num_done) {
     return guarded([&]() -> int {
@@ -254,7 +256,7 @@ extern "C" int rounds(const Model* target, const Model* draft, int64_t shortest,
         const int status = read_decoding(ints, num_ints, num_seqs, &sequences);
         if (status != OK) return status;
         const Lookup lookup = {std::max<int64_t>(1, shortest), longest};
-        Rounds rounds(*target, draft, longest > 0 ? &lookup : nullptr, num_ids, &sequences);
+        Rounds rounds(*target, draft, rule, longest > 0 ? &lookup : nullptr, num_ids, &sequences);
         if (!draft && longest < 1 && rounds.wants_drafts()) return CONTEXT_LENS;
         const auto timed = [](double* taken, auto&& run) {
             const auto start = std::chrono::steady_clock::now();

@@ -19,6 +19,18 @@ class Model(ctypes.Structure):
 def function() -> object:
     """Raises BuildError."""
     found = load(SOURCE).rounds
-    found.argtypes = [POINTER, POINTER, *[SIZE] * 4, POINTER, SIZE, SIZE, POINTER, POINTER, SIZE, *[POINTER] * 3]
+    found.argtypes = [
+        POINTER,
+        POINTER,
+        POINTER,
+        *[SIZE] * 4,
+        POINTER,
+        SIZE,
+        SIZE,
+        POINTER,
+        POINTER,
+        SIZE,
+        *[POINTER] * 3,
+    ]
     found.restype = INT
     return found

@@ -156,6 +156,7 @@ class CppDecoder(nn.Module):
         num_ids: int,
         num_rounds: int,
         draft: tuple[CppDecoder, PagedKVCache] | None,
+        stop_rule: StopRule | None,
         lookup: Lookup | None,
     ) -> Rounds:
         """What ModelRunner.rounds says."""
@@ -176,12 +177,13 @@ class CppDecoder(nn.Module):
         num_done = ctypes.c_int64()
         target = self._model(kv_cache)
         drafting = None if draft is None else draft[0]._model(draft[1])
+        rule = None if stop_rule is None else _stop_rule(stop_rule)
         shortest, longest = (0, 0) if lookup is None else lookup
         status = rounds_kernel.function()(
-            ctypes.addressof(target), None if drafting is None else ctypes.addressof(drafting), shortest, longest,
-            num_ids, num_rounds, asked.buffer_info()[0], len(asked), len(rows), found.buffer_info()[0],
-            beside.buffer_info()[0], room, context_lens.buffer_info()[0], seconds.buffer_info()[0],
-            ctypes.addressof(num_done),
+            ctypes.addressof(target), None if drafting is None else ctypes.addressof(drafting),
+            None if rule is None else ctypes.addressof(rule), shortest, longest, num_ids, num_rounds,
+            asked.buffer_info()[0], len(asked), len(rows), found.buffer_info()[0], beside.buffer_info()[0], room,
+            context_lens.buffer_info()[0], seconds.buffer_info()[0], ctypes.addressof(num_done),
         )  # fmt: skip
         check_status(status)
         rounds, start = [], 0
