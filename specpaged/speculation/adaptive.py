@@ -136,13 +136,10 @@ class AdaptiveController(MeasuringController):
         ]
         # What the proposal has taken is part of the step: without it, rows would seem dearer than they are. And where
         # nobody selects, several rounds may be one step.
-        costs, passes = self.costs, 0.0
-        if times.later:
-            for depth in range(max(lengths)):
-                passes += times.later[sum([length > depth for length in lengths])]
+        costs = self.costs
         rest = costs.rest(len(sequences))
         besides = rest + costs.proposal(sum(map(bool, lengths)) if times.later else 0)
-        passes -= rest / costs.drafting_rounds  # which is part of the tables
+        passes = times.later_passes(lengths) - rest / costs.drafting_rounds  # which is part of the tables
         counts, rate = select(chances, times.verify, proposal_seconds=passes + besides)
         seconds_of_all = times.verify[num_drafts] + passes + besides / costs.plain_rounds
         rate_of_all = (len(sequences) + sum(map(sum, chances))) / seconds_of_all

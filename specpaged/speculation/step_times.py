@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specpaged.speculation.cost_model import CostModel
@@ -22,6 +23,12 @@ class StepTimes:
     later: list[float]  # [n]: of each further one
     doubt: float  # the standard deviation, in logarithms, of what steps with a few drafts take beside plain ones
     uses: int = 0
+
+    def later_passes(self, lengths: Sequence[int]) -> float:
+        """What the draft model's passes took that have made drafts of these lengths."""
+        if not self.later:
+            return 0.0
+        return sum([self.later[sum([length > depth for length in lengths])] for depth in range(max(lengths))])
 
     @classmethod
     def of(cls, costs: CostModel, batch_size: int, most_drafts: int, context: float) -> StepTimes:

@@ -1,0 +1,160 @@
+"""Several rounds in one call are those that single steps would be: the same tokens, drafts and counts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from specpaged import LLM, SamplingParams
+from specpaged.drafting.ngram import lookup
+from specpaged.modeling.rounds import DecodingRow, Lookup
+from specpaged.paging.page_table import DRAFT, TARGET
+from tests import toys
+from tests.engine.test_engine import GREEDY
+
+KINDS = {
+    "plain": lambda pair: {"num_speculative_tokens": 0},
+    "draft model": lambda pair: {"model": pair.draft, "num_speculative_tokens": 3},
+    "its own draft": lambda pair: {"model": pair.target, "num_speculative_tokens": 4, "numerics": "exact"},
+    "ngram": lambda pair: {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3},
+}
+COUNTS = (
+    "steps", "rounds", "emitted_tokens", "drafts", "draft_tokens", "accepted_tokens", "proposed_tokens", "rollbacks",
+    "rolled_back_tokens", "accepted_per_position",
+)  # fmt: skip
+
+
+def decode(pair, kind, num_scheduler_steps, params, **arguments):
+    """Outputs, counts, and how many calls for several rounds there were, of which several had some."""
+    defaults = {"max_model_len": 96, "max_num_seqs": 3, "block_size": 4}
+    llm = LLM(
+        pair.target,
+        speculative_config=KINDS[kind](pair),
+        num_scheduler_steps=num_scheduler_steps,
+        **(defaults | arguments),
+    )
+    honest, num_rounds = llm.engine.target.rounds, []
+
+    def rounds(*args):
+        found = honest(*args)
+        num_rounds.append(len(found.rounds))
+        return found
+
+    llm.engine.target.rounds = rounds
+    prompts = toys.prompts(len(params))
+    for i, (prompt, of_request) in enumerate(zip(prompts, params, strict=True)):
+        llm.engine.add_request(str(i), prompt["prompt_token_ids"], of_request)
+    outputs = {}
+    while llm.engine.has_unfinished_requests:
+        for output in llm.engine.step():
+            outputs[int(output.request_id)] = output
+        llm.engine.check_integrity()
+        for sequence in llm.engine.scheduler.running:
+            table, drafted = sequence.page_table, max(0, len(sequence.draft) - 1)
+            assert table.context_lens[TARGET] <= sequence.num_tokens - 1 or not sequence.output_token_ids
+            if len(table.context_lens) > DRAFT:
+                assert table.context_lens[DRAFT] <= sequence.num_tokens + drafted
+    llm.engine.check_idle()
+    metrics = llm.engine.metrics
+    told = [
+        (o.error, [(c.token_ids, c.finish_reason, c.stop_reason) for c in o.outputs], vars(o.metrics))
+        for o in map(outputs.get, range(len(params)))
+    ]
+    return told, {name: getattr(metrics, name) for name in COUNTS}, num_rounds
+
+
+@pytest.mark.parametrize("num_scheduler_steps", [2, 4, 7])
+@pytest.mark.parametrize("kind", KINDS)
+def test_outputs_drafts_and_counts_are_those_of_single_steps(toy_pair, kind, num_scheduler_steps):
+    """Of a batch that stays together, as single steps let nobody in between."""
+    params = [SamplingParams(max_tokens=40, **GREEDY)] * 3
+    outputs, counts, num_rounds = decode(toy_pair, kind, 1, params)
+    assert not num_rounds
+    again, counted, num_rounds = decode(toy_pair, kind, num_scheduler_steps, params)
+    assert again == outputs
+    assert counted == counts
+    assert max(num_rounds) == min(num_scheduler_steps, max(num_rounds)) > 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("memory", [None, 18], ids=["", "with little memory"])
+def test_outputs_are_those_of_single_steps_whoever_comes_and_ends_and_however(tokenizer_pair, kind, memory):
+    free, _, _ = decode(tokenizer_pair, "plain", 1, [SamplingParams(max_tokens=24, **GREEDY)] * 8)
+    ids = [outputs[0][0] for _, outputs, _ in free]
+    params = [
+        SamplingParams(max_tokens=5, **GREEDY),
+        SamplingParams(max_tokens=24, stop_token_ids=[ids[1][6]], **GREEDY),
+        SamplingParams(max_tokens=24, stop=["e", "t"], **GREEDY),
+        SamplingParams(max_tokens=24, temperature=0),
+        SamplingParams(max_tokens=9, seed=3, temperature=0.8, ignore_eos=True),
+        SamplingParams(max_tokens=24, temperature=0),
+        SamplingParams(max_tokens=1, **GREEDY),
+        SamplingParams(max_tokens=24, min_tokens=4, stop_token_ids=[ids[7][1]], **GREEDY),
+    ]
+    arguments = {"enable_prefix_caching": True}
+    if memory is not None:
+        arguments["max_model_len"] = 64
+        arguments["kv_cache_memory_bytes"] = memory * 4 * 1024
+    single, _, _ = decode(tokenizer_pair, kind, 1, params)
+    several, _, num_rounds = decode(tokenizer_pair, kind, 4, params, **arguments)
+    assert [told[:2] for told in several] == [told[:2] for told in single]
+    assert any(count > 1 for count in num_rounds)
+
+
+def test_a_row_without_a_most_likely_token_ends_its_request_where_single_steps_would(toy_pair):
+    """A token whose embedding is NaN: behind it, nothing can be decoded."""
+    params = [SamplingParams(max_tokens=30, **GREEDY)] * 3
+    free, _, _ = decode(toy_pair, "plain", 1, params)
+    outputs = [tokens[0][0] for _, tokens, _ in free]
+    prompts = toys.prompts(3)
+    others = {*outputs[0], *outputs[2], *outputs[1][:6]}.union(*(prompt["prompt_token_ids"] for prompt in prompts))
+    spoiled = next(token_id for token_id in outputs[1][6:] if token_id not in others)
+    place = outputs[1].index(spoiled)
+    told = {}
+    for steps in (1, 4):
+        llm = LLM(toy_pair.target, max_model_len=96, max_num_seqs=3, num_scheduler_steps=steps)
+        decoder = llm.engine.target.model.decoder
+        embedding = getattr(decoder, "decoder", decoder).embedding
+        before = embedding[spoiled].clone()
+        embedding[spoiled] = torch.nan
+        told[steps] = [(o.error, o.outputs[0].token_ids) for o in llm.generate(prompts, params, use_tqdm=False)]
+        embedding[spoiled] = before
+    assert told[4] == told[1]
+    assert told[4][1][1] == outputs[1][: place + 1]
+    assert "hold NaN" in told[4][1][0]
+    assert [ids for _, ids in (told[4][0], told[4][2])] == [outputs[0], outputs[2]]
+
+
+def test_rounds_that_lead_outside_are_refused_before_anything_is_written(toy_pair):
+    runner = LLM(toy_pair.target, max_model_len=64, max_num_seqs=2).engine.target
+    good = DecodingRow([7], 3, 3, [], 0, 4, (), [1])
+    assert runner.rounds([good], 90, 2).rounds
+    before = [layer.nan_to_num() for layer in runner.kv_cache.layers]
+    for name, changes in {
+        "token_ids": {"token_ids": [1 << 40]},
+        "context_lens": {"most_tokens": 0},
+        "page_table": {"blocks": [10**6]},
+        "positions": {"start": -1, "draft_context_len": -1},
+    }.items():
+        with pytest.raises(IndexError, match=f"{name} leads outside"):
+            runner.rounds([good._replace(**changes)], 90, 2)
+    with pytest.raises(IndexError):
+        runner.rounds([good._replace(num_draft_tokens=2)], 90, 2)  # and nobody drafts
+    assert all(torch.equal(a, b.nan_to_num()) for a, b in zip(before, runner.kv_cache.layers, strict=True))
+
+
+def test_a_lookup_in_rounds_finds_what_the_drafter_does(toy_pair):
+    """Round by round, of tokens that go on as they come."""
+    runner = LLM(toy_pair.target, max_model_len=96, max_num_seqs=1).engine.target
+    known = [5, 6, 7, 5, 6, 8, 5, 6]
+    row = DecodingRow(known, 0, 0, [], 3, 40, (), list(range(1, 7)))
+    num_found = 0
+    for i, of_round in enumerate(runner.rounds([row], 90, 12, lookup=Lookup(1, 3)).rounds):
+        if i > 0:  # the host's drafts are the first round's
+            num_left = 40 - (len(known) - 8)
+            token_ids, num_matched = lookup(known, 1, 3, min(3, num_left - 1))
+            assert of_round.drafts[0] == token_ids
+            assert of_round.evidence[0] == [num_matched] * len(token_ids)
+            num_found += len(token_ids)
+        known = [*known, *of_round.token_ids[0]]
+    assert num_found
