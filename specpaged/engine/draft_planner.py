@@ -75,20 +75,19 @@ class DraftPlanner:
             self._good_for = max(self._good_for, num_rounds * self.clock.every(_PLANNING, _PLANS_SELDOM))
         return self._plan
 
-    def rounds(self, sequences: SequenceOf[Sequence], most: int) -> tuple[int, list[int], StopRule | None]:
+    def rounds(self, sequences: SequenceOf[Sequence]) -> tuple[int, list[int], StopRule | None]:
         """How many rounds of these sequences may be one call; of further ones, the drafts of each, and their rule."""
         counts = self._plan.num_draft_tokens
         if sequences != self._sequences or (self._selects and any(counts)):
             return 1, [], None
+        most = self.most_rounds[any(counts)]
         return max(1, min(most, self._good_for - self._age)), list(counts), self._plan.stop_rule
 
     def _expect_rounds(self, sequences: SequenceOf[Sequence]) -> None:
         """Tell the costs over how many rounds a call's own time is spread."""
         if self.costs is not None:
             requests = [sequence.sampling_request for sequence in sequences]
-            in_one_call = all(
-                r.params.greedy and not r.needs_processing and r.params.logprobs is None for r in requests
-            )
+            in_one_call = all(request.takes_argmax and request.params.logprobs is None for request in requests)
             self.costs.plain_rounds = self.most_rounds[0] if in_one_call else 1
             self.costs.drafting_rounds = self.most_rounds[1] if in_one_call and not self._selects else 1
 

@@ -103,8 +103,7 @@ def _plan(
 def _takes_argmax(going_on: SequenceOf[Sequence], plan: Plan) -> bool:
     """Whether drafts are each the most likely token, which alone are made by a rule."""
     counts = zip(going_on, plan.num_draft_tokens, strict=True)
-    requests = [sequence.sampling_request for sequence, count in counts if count]
-    return all(request.params.greedy and not request.needs_processing for request in requests)
+    return all(sequence.sampling_request.takes_argmax for sequence, count in counts if count)
 
 
 def _drafts(

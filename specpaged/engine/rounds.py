@@ -45,11 +45,11 @@ def run_rounds(step: SpeculativeStep, entries: SequenceOf[ScheduledSequence]) ->
     sequences = [entry.sequence for entry in entries]
     num_rounds, wanted, stop_rule = step.most_rounds, None, None
     if planner is not None:
-        num_rounds, wanted, stop_rule = planner.rounds(sequences, step.most_rounds)
+        num_rounds, wanted, stop_rule = planner.rounds(sequences)
     if num_rounds < 2:
         return None
     in_rounds = None if drafter is None else drafter.in_rounds
-    if drafter is not None and in_rounds is None and (wanted is None or any(wanted)):
+    if drafter is not None and in_rounds is None and wanted is None:
         return None
     reserved = step.reserve_rounds(sequences, num_rounds, wanted)
     rows = [_row(entry, *of_entry, in_rounds) for entry, of_entry in zip(entries, reserved, strict=True)]

@@ -130,6 +130,6 @@ def ask(question: Callable[..., Any], *arguments: Any, otherwise: Any = None) ->
     """The controller's answer. Whatever it decides, outputs are the same: nobody fails for it."""
     try:
         return question(*arguments)
-    except Exception:
+    except Exception:  # of any kind: a controller may be somebody else's
         logger.warning("the controller of drafts failed:", exc_info=True)
         return otherwise

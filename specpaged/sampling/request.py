@@ -46,6 +46,11 @@ class SamplingRequest:
         )
 
     @property
+    def takes_argmax(self) -> bool:
+        """Whether each token is its row's most likely one: nothing else is asked of the logits to choose it."""
+        return self.params.greedy and not self.needs_processing
+
+    @property
     def needs_processing(self) -> bool:
         """Whether any row of this request can differ from its raw logits."""
         return self._is_processed_throughout or len(self.output_token_ids) < self.params.min_tokens

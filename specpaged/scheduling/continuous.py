@@ -121,35 +121,36 @@ class ContinuousScheduler:
         No more than are `wanted`, or the configuration says, than could be emitted, than the next step's token budget
         has room for beside a token of everybody, and than free blocks hold.
         """
-        counts, num_drafts = [], 0
-        for sequence, k, budget in self._draft_shares(sequences, wanted):
-            k = min(k, self._num_useful_draft_tokens(sequence), budget - num_drafts)
+        counts = []
+        shares, budget = self._draft_shares(sequences, wanted)
+        for sequence, share in zip(sequences, shares, strict=True):
+            k = min(share, self._num_useful_draft_tokens(sequence), budget)
             counts.append(self._reserve_draft(sequence, k) if k > 0 else 0)
-            num_drafts += counts[-1]
+            budget -= counts[-1]
         return counts
 
     def reserve_rounds(
         self, sequences: SequenceOf[Sequence], num_rounds: int, wanted: SequenceOf[int] | None = None
     ) -> list[tuple[int, int]]:
         """As `ReserveRounds` says."""
-        reserved, num_drafts = [], 0
-        for sequence, k, budget in self._draft_shares(sequences, wanted):
-            k = max(0, min(k, budget - num_drafts))
-            num_drafts += k
-            most = len(sequence.draft.token_ids) + (num_rounds - 1) * (k + 1)
-            most = min(most, self._num_useful_draft_tokens(sequence))
+        reserved = []
+        shares, budget = self._draft_shares(sequences, wanted)
+        for sequence, share in zip(sequences, shares, strict=True):
+            k = min(share, budget)
+            budget -= k
+            further = (num_rounds - 1) * (k + 1)
+            most = min(len(sequence.draft.token_ids) + further, self._num_useful_draft_tokens(sequence))
             reserved.append((k, 1 + (self._reserve_draft(sequence, most) if most > 0 else 0)))
         return reserved
 
-    def _draft_shares(
-        self, sequences: SequenceOf[Sequence], wanted: SequenceOf[int] | None
-    ) -> Iterator[tuple[Sequence, int, int]]:
-        """Each sequence, with how many drafts it may have, and how many all of them may."""
+    def _draft_shares(self, sequences: SequenceOf[Sequence], wanted: SequenceOf[int] | None) -> tuple[list[int], int]:
+        """How many drafts each sequence may have, and how many all of them may."""
         batch_size = min(self.max_num_seqs, len(self) - sum(sequence.has_ended for sequence in self.running))
-        budget = self.max_num_batched_tokens - batch_size
-        configured = self.speculative_config.num_draft_tokens(batch_size) if self.speculative_config else 0
-        for sequence, count in zip(sequences, wanted or [configured] * len(sequences), strict=True):
-            yield sequence, min(count, sequence.max_draft_tokens), budget
+        if wanted is None:
+            configured = self.speculative_config.num_draft_tokens(batch_size) if self.speculative_config else 0
+            wanted = [configured] * len(sequences)
+        shares = [min(k, sequence.max_draft_tokens) for sequence, k in zip(sequences, wanted, strict=True)]
+        return shares, self.max_num_batched_tokens - batch_size
 
     @staticmethod
     def _reserve_draft(sequence: Sequence, k: int) -> int:

@@ -248,9 +248,10 @@ private:
 // many tokens the draft model has run of each sequence; and `seconds` [num_rounds, 2] of the target's passes and of the
 // drafting before them. Nobody wants drafts, or `draft` makes them, with a rule if there is one, for those that want
 // drafts, or, with a `longest` above 0, a Lookup. Returns a Status: of what the first round lacks.
-extern "C" int rounds(const Model* target, const Model* draft, const StopRule* rule, int64_t shortest, int64_t longest, int64_t num_ids,
-                      int64_t num_rounds, const int64_t* ints, int64_t num_ints, int64_t num_seqs, int64_t* found_ints,
-                      float* beside, int64_t room, int64_t* draft_contexts, double* seconds, int64_t* num_done) {
+extern "C" int rounds(const Model* target, const Model* draft, const StopRule* rule, int64_t shortest, int64_t longest,
+                      int64_t num_ids, int64_t num_rounds, const int64_t* ints, int64_t num_ints, int64_t num_seqs,
+                      int64_t* found_ints, float* beside, int64_t room, int64_t* draft_contexts, double* seconds,
+                      int64_t* num_done) {
     return guarded([&]() -> int {
         std::vector<Decoding> sequences;
         const int status = read_decoding(ints, num_ints, num_seqs, &sequences);

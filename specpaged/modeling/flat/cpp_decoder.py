@@ -42,6 +42,7 @@ class CppDecoder(nn.Module):
         self.most_rows = None if isinstance(decoder.output, RowExactLinear) else CPP_ROWS
         self._function = kernel.functions()[decoder.dtype]
         self._greedy_function = kernel.greedy_functions()[decoder.dtype]
+        self._greedy_address = ctypes.cast(self._greedy_function, ctypes.c_void_p).value
         self._seen: list[tuple[weakref.ref, int]] = []  # the pools of the last pass, and their addresses
         self._geometries: dict[tuple[int, int, int], Pass] = {}  # on these pools
         self._layers = (kernel.Layer * len(decoder.layers))()
@@ -204,7 +205,7 @@ class CppDecoder(nn.Module):
         """This decoder on these pools, which it keeps."""
         pools, geometry = self._pools(kv_cache.layers), self._geometry(kv_cache)
         addresses = map(ctypes.addressof, (self._struct, geometry, pools))
-        return rounds_kernel.Model(ctypes.cast(self._greedy_function, ctypes.c_void_p).value, *addresses)
+        return rounds_kernel.Model(self._greedy_address, *addresses)
 
     def _pools(self, kv_layers: Sequence[Tensor]) -> ctypes.Array:
         """Their addresses. They are looked at once, and again when they are others."""
