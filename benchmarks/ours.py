@@ -19,7 +19,9 @@ from specpaged.modeling.loading import load_model
 MAX_MODEL_LEN = 512
 MAX_NUM_SEQS = 128
 MAX_NUM_BATCHED_TOKENS = 2048
-_DECIDING = ("plan", "select", "look_back", "committed", "begin", "scored", "proposed", "proposed_for", "forget")
+_PASSES = ("forward", "greedy", "greedy_steps", "rounds")
+_DECIDING = ("plan", "rounds", "select", "look_back", "committed", "begin", "forget")
+_LISTENING = ("begin", "scored", "ran", "proposed", "proposed_for")
 
 
 @contextmanager
@@ -69,8 +71,10 @@ class Ours:
         self._is_clocked = False
         engine = self.llm.engine
         for runner in (engine.target, engine.draft):
-            self._clock(runner, ("forward", "greedy", "greedy_steps"), "forward_seconds")
-        self._clock(engine.speculative_step.planner, _DECIDING, "deciding_seconds")
+            self._clock(runner, _PASSES, "forward_seconds")
+        planner = engine.speculative_step.planner
+        self._clock(planner, _DECIDING, "deciding_seconds")
+        self._clock(planner and planner.clock, _LISTENING, "deciding_seconds")
 
     def _clock(self, owner: object | None, names: Sequence[str], seconds: str) -> None:
         """Add the time of these calls to an attribute of ours, but of those that are part of another such call."""
