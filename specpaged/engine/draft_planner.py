@@ -76,12 +76,16 @@ class DraftPlanner:
         return self._plan
 
     def rounds(self, sequences: SequenceOf[Sequence]) -> tuple[int, list[int], StopRule | None]:
-        """How many rounds of these sequences may be one call; of further ones, the drafts of each, and their rule."""
-        counts = self._plan.num_draft_tokens
-        if sequences != self._sequences or (self._selects and any(counts)):
+        """How many rounds of these sequences may be one call; of further ones, the drafts of each, and their rule.
+
+        Where drafts are selected from, and no rule does so in the controller's place, it has to be asked in each round.
+        """
+        plan = self._plan
+        counts = plan.num_draft_tokens
+        if sequences != self._sequences or (self._selects and plan.stop_rule is None and any(counts)):
             return 1, [], None
         most = self.most_rounds[any(counts)]
-        return max(1, min(most, self._good_for - self._age)), list(counts), self._plan.stop_rule
+        return max(1, min(most, self._good_for - self._age)), list(counts), plan.stop_rule
 
     def _expect_rounds(self, sequences: SequenceOf[Sequence]) -> None:
         """Tell the costs over how many rounds a call's own time is spread."""
@@ -89,7 +93,8 @@ class DraftPlanner:
             requests = [sequence.sampling_request for sequence in sequences]
             in_one_call = all(request.takes_argmax and request.params.logprobs is None for request in requests)
             self.costs.plain_rounds = self.most_rounds[0] if in_one_call else 1
-            self.costs.drafting_rounds = self.most_rounds[1] if in_one_call and not self._selects else 1
+            asks = self._selects and not getattr(self.controller, "selects_by_rule", False)
+            self.costs.drafting_rounds = self.most_rounds[1] if in_one_call and not asks else 1
 
     def select(self, sequences: SequenceOf[Sequence], drafts: SequenceOf[Draft]) -> list[Draft]:
         """As much of each sequence's draft as is to be verified. The whole of it waits for its outcome."""
@@ -134,15 +139,24 @@ class DraftPlanner:
     def _goes_on_with(self, sequences: SequenceOf[Sequence]) -> bool:
         """Whether the plan holds for these as well, and is now one for them: who stays keeps the drafts, if any.
 
-        A stop rule knows all of its sequences by their places. And who comes, while others draft, might as well.
+        Who comes, while others draft, might as well.
         """
-        counts = dict(zip(self._sequences, self._plan.num_draft_tokens, strict=True))
+        plan = self._plan
+        counts = dict(zip(self._sequences, plan.num_draft_tokens, strict=True))
         num_new = len(sequences) - sum(sequence in counts for sequence in sequences)
-        if self._plan.stop_rule is not None or 2 * num_new > len(sequences) or (num_new and any(counts.values())):
+        if 2 * num_new > len(sequences) or (num_new and any(counts.values())):
             return False
-        kept = [counts.get(sequence, 0) for sequence in sequences]
+        kept = without_rule = [counts.get(sequence, 0) for sequence in sequences]
+        stop_rule = plan.stop_rule
+        if stop_rule is not None:
+            row_of = {sequence: row for row, sequence in enumerate(filter(counts.get, self._sequences))}
+            stop_rule = stop_rule.of_rows([row_of[sequence] for sequence in sequences if sequence in row_of])
+            counts = dict(zip(self._sequences, plan.without_rule, strict=True))
+            without_rule = [counts.get(sequence, 0) for sequence in sequences]
         self._sequences = list(sequences)
-        self._plan = self._plan_again = replace(self._plan, num_draft_tokens=kept, looks_back=(), without_rule=kept)
+        self._plan = self._plan_again = replace(
+            plan, num_draft_tokens=kept, looks_back=(), stop_rule=stop_rule, without_rule=without_rule
+        )
         return True
 
     def _tell_outcomes(self) -> None:

@@ -97,7 +97,7 @@ def commit_rounds(step: SpeculativeStep, scored: ScoredStep) -> None:
     unverified = [sum(map(len, of_round.drafts)) for of_round in rounds]
     metrics.unverified_kv_tokens = unverified[-1]
     metrics.peak_unverified_kv_tokens = max(metrics.peak_unverified_kv_tokens, *unverified)
-    metrics.proposed_tokens += sum(unverified[1:])  # those of the first round have been counted
+    metrics.proposed_tokens += sum(of_round.num_drafted for of_round in rounds)  # the first one's have been counted
     num_rejected: list[int] = []
     for i, entry in enumerate(scored.entries):
         try:

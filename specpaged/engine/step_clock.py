@@ -41,7 +41,7 @@ class StepClock:
         self._told_next = 0  # the step that will be, at the latest
         self._step_seconds = 0.0  # that the last steps took which were told
         self._began = 0.0  # when the target's pass did
-        self._num_seqs = 0
+        self._num_seqs, self._num_rounds = 0, 1
         self._mean_context = 0.0
         self._passes: list[PassShape] = []  # of the proposal
         self._proposal_seconds = 0.0
@@ -64,7 +64,8 @@ class StepClock:
         self.tells = self._tells_rest = not self._finds_caches and all(entry.num_new_tokens == 1 for entry in entries)
         self._hears_next(seconds)
         if self.tells:
-            self._num_seqs, self._passes, self._proposal_seconds = len(entries), [], 0.0
+            self._num_seqs, self._num_rounds = len(entries), 1
+            self._passes, self._proposal_seconds = [], 0.0
             self._pass_seconds = seconds
             self._mean_context = sum(entry.context_len for entry in entries) / len(entries)
             num_rows = len(entries) + sum(len(entry.draft) for entry in entries)
@@ -74,7 +75,8 @@ class StepClock:
         """Several rounds have ended, in place of `scored`. The last one is heard, and of a trial all but the first."""
         self._tells_rest = True
         self._hears_next(time.perf_counter() - self._began)
-        self._num_seqs, self._passes, self._proposal_seconds = len(entries), [], 0.0
+        self._num_seqs, self._num_rounds = len(entries), len(rounds)
+        self._passes, self._proposal_seconds = [], 0.0
         self._pass_seconds = sum(of_round.verify_seconds + of_round.draft_seconds for of_round in rounds)
         num_tokens = sum(entry.context_len for entry in entries)
         for i, of_round in enumerate(rounds):
@@ -113,10 +115,10 @@ class StepClock:
         rest_seconds = seconds - self._pass_seconds
         if self._passes:
             rest_seconds -= self._proposal_seconds
-            arguments = (self._passes, self._proposal_seconds, self._num_seqs, rest_seconds)
+            arguments = (self._passes, self._proposal_seconds, self._num_seqs, rest_seconds, self._num_rounds)
             ask(self.controller.observe_proposal, *arguments)
         else:
-            ask(self.controller.observe_rest, rest_seconds, self._num_seqs)
+            ask(self.controller.observe_rest, rest_seconds, self._num_seqs, self._num_rounds)
 
     def every(self, seconds_and_share: tuple[float, float], least_and_most: tuple[int, int]) -> int:
         """Steps from one time to the next that something so long is done, for it to take such a share of the time."""

@@ -25,6 +25,7 @@ class Round(NamedTuple):
     drafts: list[list[int]]
     evidence: list[list[float]]  # of drafts made in the same call: log-probabilities, or how long a match each had
     token_ids: list[list[int]]  # the drafts that stand, and the token behind them
+    num_drafted: int  # in the same call, of all sequences: what a rule has left out is no draft above
     verify_seconds: float  # of the target's pass
     draft_seconds: float  # of all that made its drafts, in the same call
 

@@ -39,6 +39,7 @@ _SELECTING = 4e-5  # seconds that it takes
 _SELECTS_SELDOM = 8  # times it is asked, where selecting has gained less than it takes
 _GAIN_RATE = 0.1  # of the average of what it gains
 _MOST_GAIN = 0.1
+_LOOKED_UP = 2  # drafts of a sequence that are verified, where they come for nothing
 _DEAR = 0.08  # of a plain step: a pass of the drafter that is worth stopping for
 _TOLD_APART = 0.6  # in logits: of less spread, evidence says too little to stop a proposal by
 
@@ -52,6 +53,7 @@ class AdaptiveController(MeasuringController):
 
     def __init__(self, costs: CostModel, by_evidence: bool = True, looks_back: bool = True, stops: bool = True):
         self.costs = costs
+        self.selects_by_rule = by_evidence and (stops or costs.draft is None)
         self.looks = Looks(costs)
         self.trials = Trials(costs.errors)
         self.looks_back = looks_back
@@ -88,7 +90,8 @@ class AdaptiveController(MeasuringController):
                 counts = self._depths(candidates, self._chances(candidates, self._logits(candidates))).counts
                 self._unseen = {c.sequence: count for c, count in zip(candidates, counts, strict=True)}
             most = [candidate.most for candidate in candidates]
-            return Plan(most, num_steps=self._num_steps(most))
+            rule = self._stop_rule(candidates, most, len(most) / plain_seconds, _LOOKED_UP * len(most))
+            return Plan(most, (), rule, most, self._num_steps(most))
         num_known = len(self._requests)
         logits = self._logits(candidates)
         num_new = len(self._requests) - num_known
@@ -102,9 +105,12 @@ class AdaptiveController(MeasuringController):
             if tried is not None:
                 return Plan(tried, num_steps=TRIAL_STEPS, is_trial=True)
         stop_rule, without_rule = None, counts
-        if self._is_drafting and self._may_stop(len(candidates)):
-            stop_rule = self._stop_rule(candidates, counts, rate)
-            counts = self._deeper(candidates, counts)
+        if self._is_drafting and self.by_evidence and self.stops:
+            may_stop = self._may_stop(len(candidates))
+            if may_stop or self._gain >= _NOTHING:
+                stop_rule = self._stop_rule(candidates, counts, rate, sum(counts))
+            if may_stop:
+                counts = self._deeper(candidates, counts)
         looks: Sequence[int] = ()
         if self.looks_back:
             looks = self.looks.choose(candidates, counts, [self._requests[c.sequence].num_seen for c in candidates])
@@ -134,16 +140,14 @@ class AdaptiveController(MeasuringController):
             self.acceptance.chances_of(self._request(sequence), of_draft) if of_draft else ()
             for sequence, of_draft in zip(sequences, evidence, strict=True)
         ]
-        # What the proposal has taken is part of the step: without it, rows would seem dearer than they are. And where
-        # nobody selects, several rounds may be one step.
-        costs = self.costs
-        rest = costs.rest(len(sequences))
-        besides = rest + costs.proposal(sum(map(bool, lengths)) if times.later else 0)
-        passes = times.later_passes(lengths) - rest / costs.drafting_rounds  # which is part of the tables
-        counts, rate = select(chances, times.verify, proposal_seconds=passes + besides)
-        seconds_of_all = times.verify[num_drafts] + passes + besides / costs.plain_rounds
+        # What the proposal has taken is part of the step: without it, rows would seem dearer than they are.
+        num_rounds = self.costs.drafting_rounds
+        proposal = self.costs.proposal(sum(map(bool, lengths)) if times.later else 0) / num_rounds
+        proposal += times.later_passes(lengths)
+        counts, rate = select(chances, times.verify, proposal_seconds=proposal)
+        seconds_of_all = times.verify[num_drafts] + proposal
         rate_of_all = (len(sequences) + sum(map(sum, chances))) / seconds_of_all
-        gain = rate / rate_of_all - 1.0 - _SELECTING / seconds_of_all
+        gain = rate / rate_of_all - 1.0 - _SELECTING / (num_rounds * seconds_of_all)
         self._gain += _GAIN_RATE * (min(_MOST_GAIN, gain) - self._gain)
         return counts
 
@@ -256,10 +260,8 @@ class AdaptiveController(MeasuringController):
 
     def _may_stop(self, batch_size: int) -> bool:
         """Whether passes are dear enough, and evidence says enough, to lay out more of them than will be run."""
-        if not (self.by_evidence and self.stops) or self.acceptance.spread <= _TOLD_APART:
-            return False
         times = self._times(batch_size, 0)
-        return times.later[batch_size] > _DEAR * times.plain
+        return self.acceptance.spread > _TOLD_APART and times.later[batch_size] > _DEAR * times.plain
 
     def _deeper(self, candidates: Sequence[Candidate], counts: Sequence[int]) -> list[int]:
         """As deep as would pay if evidence turns out well; the stop rule sees to it when it does not."""
@@ -268,10 +270,14 @@ class AdaptiveController(MeasuringController):
         hoped = [of if count else () for of, count in zip(chances, counts, strict=True)]
         return list(map(max, counts, self._depths(candidates, hoped).counts))
 
-    def _stop_rule(self, candidates: Sequence[Candidate], counts: Sequence[int], rate: float) -> StopRule:
+    def _stop_rule(
+        self, candidates: Sequence[Candidate], counts: Sequence[int], rate: float, num_drafts: int
+    ) -> StopRule | None:
+        """For those with drafts, where a token's worth is 1 / rate seconds, and about so many drafts are verified."""
+        if not num_drafts or not self.by_evidence:
+            return None
         model = self.acceptance
         requests = [self._request(c.sequence) for c, count in zip(candidates, counts, strict=True) if count]
-        num_drafts = sum(counts)
         times = self._times(len(candidates), num_drafts)
         row_seconds = (times.verify[num_drafts] - times.verify[0]) / num_drafts  # as steps go, between two nodes of f
         return StopRule(
@@ -280,7 +286,7 @@ class AdaptiveController(MeasuringController):
             leads=[model.request_weight * request.lead for request in requests],
             expected=[model.expected(request) for request in requests],
             row_tokens=rate * max(0.0, row_seconds),
-            pass_tokens=rate * times.later[len(requests)],
+            pass_tokens=rate * times.later[len(requests)] if times.later else 0.0,
         )
 
     def _times(self, batch_size: int, num_drafts: int) -> StepTimes:

@@ -35,7 +35,8 @@ class Plan:
 
     num_draft_tokens: list[int]
     looks_back: Sequence[int] = ()  # indices of candidates
-    stop_rule: StopRule | None = None  # its rows are the candidates with drafts, in order
+    # Its rows are the candidates with drafts, in order. In further rounds of a call it selects from them, too.
+    stop_rule: StopRule | None = None
     without_rule: Sequence[int] = ()  # the drafts of each candidate where nobody asks the rule
     num_steps: int = 1  # that it is good for, as long as the candidates are the same; but for its looks
     is_trial: bool = False  # what its steps take is to be told, but for the first one's
@@ -43,6 +44,8 @@ class Plan:
 
 class Controller(Protocol):
     """Decides about drafts, and learns how they fare. Whatever it decides, outputs are the same."""
+
+    selects_by_rule = False  # whether what its plans' rules keep is what it would select itself
 
     def plan(self, candidates: Sequence[Candidate], num_steps: int) -> Plan:
         """How deep to draft for each candidate, before anything is drafted: at most `most`. So many steps have come
@@ -71,12 +74,14 @@ class Controller(Protocol):
         """A target pass has taken so long."""
         ...
 
-    def observe_proposal(self, passes: Sequence[PassShape], seconds: float, num_seqs: int, rest_seconds: float) -> None:
+    def observe_proposal(
+        self, passes: Sequence[PassShape], seconds: float, num_seqs: int, rest_seconds: float, num_rounds: int = 1
+    ) -> None:
         """A proposal of such passes has taken so long, and so long the rest of a step of so many sequences."""
         ...
 
-    def observe_rest(self, seconds: float, num_seqs: int) -> None:
-        """A step without drafts has taken so long beside its pass."""
+    def observe_rest(self, seconds: float, num_seqs: int, num_rounds: int = 1) -> None:
+        """A step without drafts has taken so long beside its passes."""
         ...
 
     def forget(self, sequence: Hashable) -> None:
@@ -94,9 +99,11 @@ class MeasuringController(Controller):
         self.costs.observe_target(shape, seconds)
 
     @override
-    def observe_proposal(self, passes: Sequence[PassShape], seconds: float, num_seqs: int, rest_seconds: float) -> None:
-        self.costs.observe_proposal(passes, seconds, num_seqs, rest_seconds)
+    def observe_proposal(
+        self, passes: Sequence[PassShape], seconds: float, num_seqs: int, rest_seconds: float, num_rounds: int = 1
+    ) -> None:
+        self.costs.observe_proposal(passes, seconds, num_seqs, rest_seconds, num_rounds)
 
     @override
-    def observe_rest(self, seconds: float, num_seqs: int) -> None:
-        self.costs.observe_rest(seconds, num_seqs)
+    def observe_rest(self, seconds: float, num_seqs: int, num_rounds: int = 1) -> None:
+        self.costs.observe_rest(seconds, num_seqs, num_rounds)

@@ -14,6 +14,7 @@ _NUM_RECENT = 31  # passes whose median says what all have in common
 _NUM_NEWEST = 5  # of them, whose median says how busy the machine is at this moment
 _MEDIAN_EVERY = 8  # passes
 _WAIT = 10
+_FURTHER_ROUND = 0.25  # of what a step takes beside its passes, for each round behind the first one
 _SHIFT = 0.05  # in the logarithm: a median beyond it is no noise
 _BESIDES = ("seconds_per_proposal", "seconds_per_step", "seconds_per_drafting", "seconds_per_sequence", "seconds_saved")
 
@@ -32,8 +33,8 @@ class CostModel:
     The rest of a step that drafts takes `drafting_rest` times as long, and what that is more is part of the proposal.
     As long as plain steps have not been heard, it is taken for what all steps have in common: a host's own work.
 
-    A host that makes one step of several rounds takes all this once for them: for `plain_rounds` of those that draft
-    nothing, and `drafting_rounds` of others.
+    A host that makes one step of several rounds takes hardly more for all of them: each further round adds a share. So
+    it does of `plain_rounds` where nothing is drafted, and of `drafting_rounds` elsewhere.
     """
 
     def __init__(
@@ -70,9 +71,10 @@ class CostModel:
             f"{1e3 * self.rest(1):.2g} to {1e3 * self.rest(SHOWN[-1]):.2g} a step"
         )
 
-    def rest(self, num_seqs: int) -> float:
-        """Of a step, beside its passes."""
-        return self.seconds_per_step + num_seqs * self.seconds_per_sequence
+    def rest(self, num_seqs: int, num_rounds: int = 1) -> float:
+        """Of a step of so many rounds, beside its passes."""
+        share = 1.0 + _FURTHER_ROUND * (num_rounds - 1)
+        return share * (self.seconds_per_step + num_seqs * self.seconds_per_sequence)
 
     def proposal(self, num_seqs: int) -> float:
         """Of a proposal for so many, beside its passes, with what the rest of its step takes more than of others."""
@@ -100,10 +102,15 @@ class CostModel:
             self.errors.observe(shape.num_rows, surprise, min(1.0, self.target.of_rows(shape.num_rows) / expected))
 
     def observe_proposal(
-        self, passes: Sequence[PassShape], seconds: float, num_seqs: int = 0, rest_seconds: float = 0.0
+        self,
+        passes: Sequence[PassShape],
+        seconds: float,
+        num_seqs: int = 0,
+        rest_seconds: float = 0.0,
+        num_rounds: int = 1,
     ) -> None:
         """A proposal of such passes has taken so long, and the rest of the step, of so many sequences, so long."""
-        self._observe_drafting_rest(rest_seconds, num_seqs)
+        self._observe_drafting_rest(rest_seconds, num_seqs, num_rounds)
         draft, busy = self.draft, self._of_target.newest
         of_passes = [0.0 if draft is None else draft.of(shape) for shape in passes]
         besides = self._own_proposal(passes[0].num_seqs if passes else 0)
@@ -126,12 +133,12 @@ class CostModel:
                 if shape.num_rows > 0:
                     draft.learn(shape.num_rows, surprise, of_pass / expected)
 
-    def observe_rest(self, seconds: float, num_seqs: int = 0) -> None:
-        """A step without drafts, of so many sequences, has taken so long beside its pass.
+    def observe_rest(self, seconds: float, num_seqs: int = 0, num_rounds: int = 1) -> None:
+        """A step without drafts, of so many sequences and rounds, has taken so long beside its passes.
 
         What is ten times as long as expected was a wait.
         """
-        expected = self.rest(num_seqs)
+        expected = self.rest(num_seqs, num_rounds)
         if 0 < seconds < _WAIT * expected:
             self._num_plain += 1
             self._of_rest.add(math.log(seconds / expected) - self._of_target.newest)
@@ -139,8 +146,8 @@ class CostModel:
             self._scale_rest(factor)
             self.drafting_rest /= factor
 
-    def _observe_drafting_rest(self, seconds: float, num_seqs: int) -> None:
-        expected = self.drafting_rest * self.rest(num_seqs)
+    def _observe_drafting_rest(self, seconds: float, num_seqs: int, num_rounds: int) -> None:
+        expected = self.drafting_rest * self.rest(num_seqs, num_rounds)
         if 0 < seconds < _WAIT * expected:
             self._of_drafting_rest.add(math.log(seconds / expected) - self._of_target.newest)
             factor = self._of_drafting_rest.take_shift()

@@ -1,9 +1,9 @@
-"""When a proposal goes no deeper."""
+"""When a proposal goes no deeper, and what of it is worth verifying, where nobody can be asked in between."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from specpaged.speculation.acceptance import sigmoid
 
@@ -16,6 +16,9 @@ class StopRule:
     evidence of its draft j. The next pass is worth it while
 
         sum over i of  max(0, chance_i * expected_i - row_tokens)  >  pass_tokens
+
+    Of what was drafted, those are verified whose chance is at least `row_tokens`, where the controller does not select
+    itself: in all but the first of several rounds that are one call.
     """
 
     slope: float
@@ -31,6 +34,19 @@ class StopRule:
             max(0.0, chance * self.expected[i] - self.row_tokens) for chance, i in zip(chances, rows, strict=True)
         )
         return gain > self.pass_tokens
+
+    def num_worth(self, evidence: Sequence[float], row: int) -> int:
+        """How many of a row's drafts, of which there is this evidence, are worth verifying."""
+        chance = 1.0
+        for j, x in enumerate(evidence):
+            chance = self.chance(chance, j, x, row)
+            if not chance >= self.row_tokens:
+                return j
+        return len(evidence)
+
+    def of_rows(self, rows: Sequence[int]) -> StopRule:
+        """The rule for these of its rows alone."""
+        return replace(self, leads=[self.leads[i] for i in rows], expected=[self.expected[i] for i in rows])
 
     def chance(self, before: float, j: int, x: float, row: int) -> float:
         """The chance of a row, once its draft j is there, from what it was before."""

@@ -167,15 +167,30 @@ float largest_logprob(const T* logits, int64_t size, float largest) {
     return -std::log(total);
 }
 
+// log(p / (1 - p)) of the logarithm of p, cut off at +-6; NaN of NaN.
+inline double logit(double logprob) {
+    if (logprob != logprob) return logprob;
+    const double p = std::exp(std::min(0.0, logprob));
+    if (!(p > 0.00248 && p < 0.99752)) return p < 0.5 ? -6.0 : 6.0;
+    return std::log(p / (1.0 - p));
+}
+
 // No step follows that is not worth its time. Chance i: that all tokens that sequence i has found so far stand. The
 // rule is for the first num_seqs sequences, and no others ask for steps. The next step is worth it while the sum over
-// its sequences of max(0, chance * expected - row_tokens) is above pass_tokens.
+// its sequences of max(0, chance * expected - row_tokens) is above pass_tokens. And a token that was found is worth
+// verifying while its chance is not below row_tokens.
 struct StopRule {
     double slope, row_tokens, pass_tokens;
     const double* intercepts;  // [num_intercepts] by step; the last one serves for all further ones
     int64_t num_intercepts;
     const double *leads, *expected;  // [num_seqs]
     int64_t num_seqs;
+
+    // That a token stands, if all before it do, of which there is this evidence.
+    double chance(int64_t seq, int64_t step, double x) const {
+        const double value = slope * x + intercepts[std::min(step, num_intercepts - 1)] + leads[seq];
+        return x == x ? 1.0 / (1.0 + std::exp(-value)) : 0.0;
+    }
 };
 
 class Stopping {
@@ -184,10 +199,7 @@ public:
 
     // A sequence has found a token in this step.
     void found(int64_t seq, int64_t step, float logprob) {
-        const double x = logit(double(logprob));
-        const double intercept = rule_.intercepts[std::min(step, rule_.num_intercepts - 1)];
-        const double value = rule_.slope * x + intercept + rule_.leads[seq];
-        chances_[size_t(seq)] *= x == x ? 1.0 / (1.0 + std::exp(-value)) : 0.0;
+        chances_[size_t(seq)] *= rule_.chance(seq, step, logit(double(logprob)));
     }
 
     // Whether a step of these sequences is worth it.
@@ -199,14 +211,6 @@ public:
     }
 
 private:
-    // log(p / (1 - p)) of the logarithm of p, cut off at +-6; NaN of NaN.
-    static double logit(double logprob) {
-        if (logprob != logprob) return logprob;
-        const double p = std::exp(std::min(0.0, logprob));
-        if (!(p > 0.00248 && p < 0.99752)) return p < 0.5 ? -6.0 : 6.0;
-        return std::log(p / (1.0 - p));
-    }
-
     const StopRule& rule_;
     std::vector<double> chances_;
 };

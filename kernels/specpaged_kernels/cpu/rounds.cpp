@@ -2,6 +2,7 @@
 // which describes the sequences in ints. A round runs the target over each one's last known token and its drafts, and
 // keeps the drafts that are the target's own tokens, with the token that follows them. In front of every round but the
 // first, whose drafts the host brings, a draft model drafts for those that want drafts, or a lookup in their own tokens.
+// With a rule, those that are not worth verifying are left out.
 // Two sequences, of which the first wants two:
 //
 //              known   drafts    the target finds    it keeps
@@ -62,6 +63,8 @@ struct Decoding {
     std::vector<int64_t> known, drafts;
     std::vector<float> evidence;  // of each draft, if they were made here
     const int64_t *stop_ids, *blocks;
+    int64_t num_drafted = 0;  // of which the drafts are what is left
+    int64_t rule_row = -1;    // its own in the rule, if it has one
     bool has_ended = false;  // no more may come, or a stop id has
 
     int64_t num_tokens() const { return start + int64_t(known.size()); }
@@ -94,8 +97,8 @@ inline int read_decoding(const int64_t* ints, int64_t num_ints, int64_t num_seqs
     return ints == end ? OK : TOKEN_IDS;
 }
 
-// What the rounds come to, one after the other and of each sequence in turn: how many drafts it had, how many tokens
-// it has got, these drafts, and these tokens. Beside each of these ints is a float: of a draft that was made here, its
+// What the rounds come to, one after the other and of each sequence in turn: how many drafts were made for it, how many
+// of them it had, how many tokens it has got, its drafts, and its tokens. Beside each of these ints is a float: of a draft that was made here, its
 // log-softmax, or how long the match was.
 struct Found {
     int64_t* ints;
@@ -114,7 +117,15 @@ class Rounds {
 public:
     Rounds(const Model& target, const Model* draft, const StopRule* rule, const Lookup* lookup, int64_t num_ids,
            std::vector<Decoding>* sequences)
-        : target_(target), draft_(draft), rule_(rule), lookup_(lookup), num_ids_(num_ids), sequences_(*sequences) {}
+        : target_(target), draft_(draft), rule_(rule), lookup_(lookup), num_ids_(num_ids), sequences_(*sequences) {
+        // The rule's rows are those of all who want drafts; else it was made for others.
+        int64_t num_wanting = 0;
+        for (const Decoding& s : sequences_) num_wanting += s.num_wanted > 0;
+        if (rule_ && (rule_->num_seqs != num_wanting || rule_->num_intercepts < 1)) rule_ = nullptr;
+        int64_t row = 0;
+        for (Decoding& s : sequences_)
+            if (rule_ && s.num_wanted > 0) s.rule_row = row++;
+    }
 
     // Runs the target, and keeps what stands; not where a row has no most likely token: `is_ok` is false then, and all
     // is as it was.
@@ -149,12 +160,33 @@ public:
             row += 1 + int64_t(sequences_[i].drafts.size());
             sequences_[i].drafts.clear();
             sequences_[i].evidence.clear();
+            sequences_[i].num_drafted = 0;
         }
         return OK;
     }
 
-    // Drafts as many as are wanted, but none that could not come.
+    // Drafts as many as are wanted, but none that could not come, and leaves out what is not worth verifying.
     int draft() {
+        const int status = make_drafts();
+        for (Decoding& s : sequences_) {
+            s.num_drafted = int64_t(s.drafts.size());
+            if (s.rule_row < 0) continue;
+            const size_t count = num_worth(s);
+            s.drafts.resize(count);
+            s.evidence.resize(count);
+        }
+        return status;
+    }
+
+    bool has_one_ended() const {
+        return std::any_of(sequences_.begin(), sequences_.end(), [](const Decoding& s) { return s.has_ended; });
+    }
+    bool wants_drafts() const {
+        return std::any_of(sequences_.begin(), sequences_.end(), [](const Decoding& s) { return s.num_wanted > 0; });
+    }
+
+private:
+    int make_drafts() {
         const auto num_useful = [](const Decoding& s) { return std::min(s.num_wanted, s.most - 1); };
         if (lookup_) {
             for (Decoding& s : sequences_)
@@ -190,18 +222,21 @@ public:
         return OK;
     }
 
-    bool has_one_ended() const {
-        return std::any_of(sequences_.begin(), sequences_.end(), [](const Decoding& s) { return s.has_ended; });
-    }
-    bool wants_drafts() const {
-        return std::any_of(sequences_.begin(), sequences_.end(), [](const Decoding& s) { return s.num_wanted > 0; });
+    // How many of its drafts are. What a match of n tokens says is told as draft_planner.evidence_of has it.
+    size_t num_worth(const Decoding& s) const {
+        double chance = 1.0;
+        for (size_t i = 0; i < s.drafts.size(); ++i) {
+            const double x = lookup_ ? std::min(double(s.evidence[i]), 6.0) - 3.0 : logit(double(s.evidence[i]));
+            chance *= rule_->chance(s.rule_row, int64_t(i), x);
+            if (!(chance >= rule_->row_tokens)) return i;
+        }
+        return s.drafts.size();
     }
 
-private:
     // Appends what was found: the drafts that stand, and the token behind them.
     static bool keep(Decoding* s, const int64_t* found_ids, int64_t num_accepted, Found* found) {
         const int64_t num_drafts = int64_t(s->drafts.size()), count = num_accepted + 1;
-        bool has_room = found->add(num_drafts) && found->add(count);
+        bool has_room = found->add(s->num_drafted) && found->add(num_drafts) && found->add(count);
         for (size_t i = 0; i < s->drafts.size(); ++i)
             has_room = has_room && found->add(s->drafts[i], i < s->evidence.size() ? s->evidence[i] : 0.0f);
         for (int64_t i = 0; i < count; ++i) {

@@ -172,7 +172,7 @@ class CppDecoder(nn.Module):
             ints += row.draft
             ints += row.stop_ids
             ints += row.blocks
-            room += 2 * num_rounds + row.most_tokens + num_rounds * max(len(row.draft), row.num_draft_tokens)
+            room += 3 * num_rounds + row.most_tokens + num_rounds * max(len(row.draft), row.num_draft_tokens)
         asked, found, beside = array("q", ints), array("q", bytes(8 * room)), array("f", bytes(4 * room))
         context_lens, seconds = array("q", bytes(8 * len(rows))), array("d", bytes(16 * num_rounds))
         num_done = ctypes.c_int64()
@@ -190,15 +190,16 @@ class CppDecoder(nn.Module):
         rounds, start = [], 0
         values = found.tolist()
         for i in range(num_done.value):
-            drafts, evidence, token_ids = [], [], []
+            drafts, evidence, token_ids, total_drafted = [], [], [], 0
             for _ in rows:
-                num_drafts, num_tokens = values[start : start + 2]
-                drafts_end = start + 2 + num_drafts
-                drafts.append(values[start + 2 : drafts_end])
-                evidence.append(beside[start + 2 : drafts_end].tolist() if num_drafts else [])
+                num_drafted, num_drafts, num_tokens = values[start : start + 3]
+                total_drafted += num_drafted
+                drafts_end = start + 3 + num_drafts
+                drafts.append(values[start + 3 : drafts_end])
+                evidence.append(beside[start + 3 : drafts_end].tolist() if num_drafts else [])
                 start = drafts_end + num_tokens
                 token_ids.append(values[drafts_end:start])
-            rounds.append(Round(drafts, evidence, token_ids, *seconds[2 * i : 2 * i + 2]))
+            rounds.append(Round(drafts, evidence, token_ids, total_drafted, *seconds[2 * i : 2 * i + 2]))
         return Rounds(rounds, context_lens.tolist())
 
     def _model(self, kv_cache: PagedKVCache) -> rounds_kernel.Model:
