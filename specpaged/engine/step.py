@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
-from itertools import chain
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from specpaged.drafting.draft import NO_DRAFT
 from specpaged.engine.draft_planner import DraftPlanner
 from specpaged.engine.prompt_logprobs import record_prompt_logprobs
 from specpaged.engine.proposal import Reserve, propose
-from specpaged.engine.rounds import ReserveRounds, commit_rounds, run_rounds
+from specpaged.engine.rounds import ReserveRounds, commit_rounds, propose_waiting, run_rounds
 from specpaged.engine.scheduler import ScheduledSequence
 from specpaged.engine.sequence import Sequence
 from specpaged.engine.target_pass import TargetPass, run_target
@@ -45,7 +44,7 @@ class ScoredStep:
     """A step that the target has run over: what there is to verify."""
 
     entries: SequenceOf[ScheduledSequence]
-    drafts: DraftOutput  # of the entries that sample, in order
+    drafts: DraftOutput  # of the entries that sample, in order; of several rounds, none
     sampling: SamplingBatch  # likewise
     logits: (
         Tensor | Argmax | GreedyTokens | None
@@ -57,7 +56,7 @@ class ScoredStep:
     @property
     def num_rounds(self) -> int:
         """Of the target's passes, one after the other, each over what the one before has left."""
-        return 1 if self.rounds is None else len(self.rounds.rounds)
+        return 1 if self.rounds is None else self.rounds.num_rounds
 
     @property
     def sampling_entries(self) -> list[ScheduledSequence]:
@@ -122,19 +121,18 @@ class SpeculativeStep:
         if self.planner is not None:
             self.planner.begin()
         with self.metrics.stage("score"):
-            sampled = [entry for entry in entries if entry.samples]
-            sampling = self.sampling([entry.sequence.sampling_request for entry in sampled])
+            sampling = self.sampling([entry.sequence.sampling_request for entry in entries if entry.samples])
             argmax = takes_argmax and sampling.takes_argmax and not sampling.wants_logprobs
-            drafts = DraftOutput.of([entry.draft for entry in sampled])
             rounds = run_rounds(self, entries) if argmax and takes_rounds else None
-            target_pass = self._run_target(entries, argmax) if rounds is None else (None, {}, {})
+            target_pass = self._run_target(entries, argmax) if rounds is None else None
         if rounds is not None:
-            draft_seconds = sum(of_round.draft_seconds for of_round in rounds.rounds)
+            draft_seconds = rounds.draft_seconds
             self.metrics.seconds["score"] -= draft_seconds
             self.metrics.seconds["propose"] += draft_seconds
             if self.planner is not None and self.planner.clock.tells:
                 self.planner.clock.ran(entries, rounds.rounds)
-            return ScoredStep(entries, drafts, sampling, *target_pass, rounds)
+            return ScoredStep(entries, DraftOutput([], []), sampling, None, {}, {}, rounds)
+        drafts = DraftOutput.of([entry.draft for entry in entries if entry.samples])
         if self.planner is not None and self.planner.clock.tells:
             if self.target.model.device.type == "cuda":  # what follows waits for it anyway
                 torch.cuda.synchronize(self.target.model.device)
@@ -202,6 +200,9 @@ class SpeculativeStep:
             return
         before = self.metrics.seconds["propose"]
         with self.metrics.stage("propose"):
+            if scored.rounds is not None and propose_waiting(self, scored):
+                self.noise = {}
+                return
             self.noise = propose(self, scored, reserve)
         if self.planner is not None and self.planner.clock.tells:
             self.planner.clock.proposed_for(self.metrics.seconds["propose"] - before)
@@ -266,8 +267,8 @@ class SpeculativeStep:
         sequence, k = entry.sequence, entry.num_draft_tokens
         sequence.metrics.rounds += 1
         if k:
-            sequence.metrics.record_draft(k, num_accepted)
-            self.metrics.record_draft(k, num_accepted)
+            sequence.metrics.record_drafts([k], [num_accepted])
+            self.metrics.record_drafts([k], [num_accepted])
         if self.planner is not None:
             self.planner.committed(sequence, token_ids)
         num_emitted = sequence.emit(token_ids, logprobs)
@@ -290,6 +291,6 @@ class SpeculativeStep:
 
 def _output_of(rounds: Rounds) -> VerifyOutput:
     """All rounds as one."""
-    token_ids = [list(chain(*of_rounds)) for of_rounds in zip(*(r.token_ids for r in rounds.rounds), strict=True)]
-    num_accepted = [len(output) - len(rounds.rounds) for output in token_ids]
-    return VerifyOutput(token_ids, num_accepted, [False] * len(token_ids), [None] * len(token_ids))
+    num_seqs = len(rounds.token_ids)
+    num_accepted = [len(token_ids) - rounds.num_rounds for token_ids in rounds.token_ids]
+    return VerifyOutput(rounds.token_ids, num_accepted, [False] * num_seqs, [None] * num_seqs)

@@ -23,14 +23,14 @@ def function() -> object:
         POINTER,
         POINTER,
         POINTER,
-        *[SIZE] * 4,
+        *[SIZE] * 5,
         POINTER,
         SIZE,
         SIZE,
         POINTER,
         POINTER,
         SIZE,
-        *[POINTER] * 3,
+        *[POINTER] * 2,
     ]
     found.restype = INT
     return found

@@ -20,7 +20,7 @@ from specpaged.modeling.flat.row_wise import CppGate
 from specpaged.modeling.forward_output import ForwardOutput, ForwardRequest, GreedyTokens, HiddenStates
 from specpaged.modeling.linear import CPP_ROWS, CppKernel, FastLinear, RowExactLinear
 from specpaged.modeling.ragged_batch import RaggedBatch, RaggedRow
-from specpaged.modeling.rounds import DecodingRow, Lookup, Round, Rounds
+from specpaged.modeling.rounds import DecodingRow, Lookup, Rounds
 from specpaged.paging.kv_cache import PagedKVCache
 from specpaged.speculation.stop_rule import StopRule
 from specpaged_kernels.cpu import decoder as kernel
@@ -159,22 +159,24 @@ class CppDecoder(nn.Module):
         draft: tuple[CppDecoder, PagedKVCache] | None,
         stop_rule: StopRule | None,
         lookup: Lookup | None,
+        goes_on: bool,
     ) -> Rounds:
         """What ModelRunner.rounds says."""
         ints: list[int] = []
-        room = 0
-        for row in rows:
+        num_seqs = len(rows)
+        room = num_rounds + num_seqs * (3 + 2 * num_rounds)
+        for token_ids, start, draft_context_len, drafts, num_draft_tokens, most_tokens, stop_ids, blocks in rows:
             ints += (
-                len(row.token_ids), row.start, row.draft_context_len, len(row.draft), row.num_draft_tokens,
-                row.most_tokens, len(row.stop_ids), len(row.blocks),
+                len(token_ids), start, draft_context_len, len(drafts), num_draft_tokens, most_tokens, len(stop_ids),
+                len(blocks),
             )  # fmt: skip
-            ints += row.token_ids
-            ints += row.draft
-            ints += row.stop_ids
-            ints += row.blocks
-            room += 3 * num_rounds + row.most_tokens + num_rounds * max(len(row.draft), row.num_draft_tokens)
+            ints += token_ids
+            ints += drafts
+            ints += stop_ids
+            ints += blocks
+            room += most_tokens + len(drafts) + num_rounds * num_draft_tokens
         asked, found, beside = array("q", ints), array("q", bytes(8 * room)), array("f", bytes(4 * room))
-        context_lens, seconds = array("q", bytes(8 * len(rows))), array("d", bytes(16 * num_rounds))
+        seconds = array("d", bytes(16 * (num_rounds + 1)))
         num_done = ctypes.c_int64()
         target = self._model(kv_cache)
         drafting = None if draft is None else draft[0]._model(draft[1])
@@ -182,25 +184,12 @@ class CppDecoder(nn.Module):
         shortest, longest = (0, 0) if lookup is None else lookup
         status = rounds_kernel.function()(
             ctypes.addressof(target), None if drafting is None else ctypes.addressof(drafting),
-            None if rule is None else ctypes.addressof(rule), shortest, longest, num_ids, num_rounds,
-            asked.buffer_info()[0], len(asked), len(rows), found.buffer_info()[0], beside.buffer_info()[0], room,
-            context_lens.buffer_info()[0], seconds.buffer_info()[0], ctypes.addressof(num_done),
+            None if rule is None else ctypes.addressof(rule), shortest, longest, num_ids, num_rounds, goes_on,
+            asked.buffer_info()[0], len(asked), num_seqs, found.buffer_info()[0], beside.buffer_info()[0], room,
+            seconds.buffer_info()[0], ctypes.addressof(num_done),
         )  # fmt: skip
         check_status(status)
-        rounds, start = [], 0
-        values = found.tolist()
-        for i in range(num_done.value):
-            drafts, evidence, token_ids, total_drafted = [], [], [], 0
-            for _ in rows:
-                num_drafted, num_drafts, num_tokens = values[start : start + 3]
-                total_drafted += num_drafted
-                drafts_end = start + 3 + num_drafts
-                drafts.append(values[start + 3 : drafts_end])
-                evidence.append(beside[start + 3 : drafts_end].tolist() if num_drafts else [])
-                start = drafts_end + num_tokens
-                token_ids.append(values[drafts_end:start])
-            rounds.append(Round(drafts, evidence, token_ids, total_drafted, *seconds[2 * i : 2 * i + 2]))
-        return Rounds(rounds, context_lens.tolist())
+        return Rounds(num_done.value, num_seqs, found, beside, seconds)
 
     def _model(self, kv_cache: PagedKVCache) -> rounds_kernel.Model:
         """This decoder on these pools, which it keeps."""
