@@ -56,38 +56,44 @@ def run_rounds(step: SpeculativeStep, entries: SequenceOf[ScheduledSequence]) ->
     # A planner looks at what became of drafts before it says what the next ones are to be.
     goes_on = drafter is not None and planner is None
     reserved = step.reserve_rounds(sequences, num_rounds + goes_on, wanted)
-    rows = [_row(entry, *of_entry, in_rounds) for entry, of_entry in zip(entries, reserved, strict=True)]
+    looks_up = isinstance(in_rounds, Lookup)
+    rows = [_row(entry, *of_entry, looks_up) for entry, of_entry in zip(entries, reserved, strict=True)]
     drafting = [row for row in rows if row.num_draft_tokens]
     draft = lookup = None
-    if drafting and isinstance(in_rounds, Lookup):
+    if drafting and looks_up:
         lookup = in_rounds
     elif drafting:
         draft = in_rounds
         most_tokens = max(len(row.token_ids) for row in drafting)
         if most_tokens > _FAR_BEHIND or not draft.runs_greedy(most_tokens * len(drafting)):
             return None
-    if not step.target.runs_greedy(sum(1 + max(len(row.draft), row.num_draft_tokens) for row in rows)):
+    longest = max([max(len(row.draft), row.num_draft_tokens) for row in rows])
+    if not step.target.runs_greedy(len(rows) * (1 + longest)):
         return None
     rounds = step.target.rounds(rows, step.vocab_size, num_rounds, draft, stop_rule, lookup, goes_on)
+    rounds.num_wanted = [num_draft_tokens for num_draft_tokens, _ in reserved]
     return rounds if rounds.num_rounds else None
 
 
-def _row(entry: ScheduledSequence, num_draft_tokens: int, most_tokens: int, in_rounds: object) -> DecodingRow:
-    sequence, table, start = entry.sequence, entry.sequence.page_table, entry.context_len
-    has_draft_kv = len(table.context_lens) > DRAFT
-    draft_context_len = max(start, table.context_lens[DRAFT]) if has_draft_kv else start
-    if num_draft_tokens and isinstance(in_rounds, Lookup):
+def _row(entry: ScheduledSequence, num_draft_tokens: int, most_tokens: int, looks_up: bool) -> DecodingRow:
+    sequence, start, draft = entry.sequence, entry.context_len, entry.draft.token_ids
+    table = sequence.page_table
+    draft_context_len = start
+    if looks_up and num_draft_tokens:
         start = draft_context_len = 0  # it looks at all of them
-    elif num_draft_tokens and has_draft_kv:
+    elif len(table.context_lens) > DRAFT:
         draft_context_len = table.context_lens[DRAFT]
-        start = min(start, draft_context_len)
+        if num_draft_tokens:
+            start = min(start, draft_context_len)
+        else:
+            draft_context_len = max(start, draft_context_len)
     return DecodingRow(
         sequence.token_ids[start:] if start else sequence.token_ids,
         start,
         draft_context_len,
-        entry.draft.token_ids,
+        draft,
         num_draft_tokens,
-        max(most_tokens, len(entry.draft.token_ids) + 1),
+        max(most_tokens, len(draft) + 1),
         sequence.stop_checker.stop_ids,
         table.entries,
     )
@@ -106,21 +112,19 @@ def commit_rounds(step: SpeculativeStep, scored: ScoredStep) -> None:
     for i, entry in enumerate(scored.entries):
         _emit(step, entry.sequence, rounds, i, fared)
     start = time.perf_counter()
+    if any(rounds.num_waiting) and not _still_wanted(step, scored):
+        rounds.drop_waiting()
     num_freed = 0
-    waiting = _waiting(scored)
     for i, entry in enumerate(scored.entries):
         sequence = entry.sequence
-        table = sequence.page_table
-        sequence.draft = NO_DRAFT
-        num_known = len(sequence.token_ids)
-        num_waiting = 0 if waiting is None else len(waiting[i][0])
+        table, num_tokens = sequence.page_table, len(sequence.token_ids)
+        num_waiting = 0 if sequence.has_ended else rounds.num_waiting[i]
         if len(table.context_lens) > DRAFT:
             draft_context_len = _draft_context_len(table, rounds.draft_context_lens[i], entry.context_len)
-            if waiting is None:
-                draft_context_len = min(draft_context_len, num_known - 1)
-            num_freed += table.settle((num_known - 1, draft_context_len), num_known + num_waiting)
+            context_lens = num_tokens - 1, min(draft_context_len, num_tokens - 1 + num_waiting)
         else:
-            num_freed += table.settle((num_known - 1,), num_known + num_waiting)
+            context_lens = (num_tokens - 1,)
+        num_freed += table.settle(context_lens, num_tokens + num_waiting if num_waiting else 0)
     if fared.num_drafts:
         metrics.record_drafts(fared.num_drafts, fared.num_accepted)
         metrics.rollback_blocks_freed += num_freed
@@ -140,6 +144,7 @@ class _Fared(NamedTuple):
 def _emit(step: SpeculativeStep, sequence: Sequence, rounds: Rounds, i: int, fared: _Fared) -> None:
     """Append the output of the i-th sequence, up to its end. Whose text cannot be read ends with an error."""
     token_ids, num_before = rounds.token_ids[i], len(sequence.output_token_ids)
+    sequence.draft = NO_DRAFT
     first, last = i * rounds.num_rounds, (i + 1) * rounds.num_rounds
     if step.planner is not None:
         step.planner.committed(sequence, token_ids[: rounds.num_tokens[first]])
@@ -175,30 +180,27 @@ def _emit(step: SpeculativeStep, sequence: Sequence, rounds: Rounds, i: int, far
     fared.num_kept.extend(num_kept)
 
 
+def _still_wanted(step: SpeculativeStep, scored: ScoredStep) -> bool:
+    """Whether who goes on is to have as many drafts as when the call began, when there may have been more of them."""
+    going_on = [not entry.sequence.has_ended for entry in scored.entries]
+    if all(going_on):
+        return True
+    sequences = [entry.sequence for entry in compress(scored.entries, going_on)]
+    wanted = [k for k, _ in step.reserve_rounds(sequences, 1, None)]
+    return wanted == list(compress(scored.rounds.num_wanted, going_on))
+
+
 def propose_waiting(step: SpeculativeStep, scored: ScoredStep) -> bool:
-    """Leave the drafts that wait with their sequences; False where there are none, or somebody has ended since.
-
-    Who is left then may be given other drafts.
-    """
-    waiting = _waiting(scored)
-    if waiting is None:
+    """Leave the drafts that wait with their sequences; False where there are none."""
+    if scored.rounds is None or not any(scored.rounds.num_waiting):
         return False
-    for entry, (token_ids, evidence) in zip(scored.entries, waiting, strict=True):
-        if not token_ids:
-            continue
-        if isinstance(step.drafter.in_rounds, Lookup):
-            entry.sequence.draft = Draft(token_ids, num_matched=int(evidence[0]))
-        else:
-            entry.sequence.draft = Draft(token_ids, evidence)
-        step.metrics.proposed_tokens += len(token_ids)
+    looks_up = isinstance(step.drafter.in_rounds, Lookup)
+    for entry, (token_ids, evidence) in zip(scored.entries, scored.rounds.waiting(), strict=True):
+        if token_ids and not entry.sequence.has_ended:
+            num_matched = int(evidence[0]) if looks_up else 0
+            entry.sequence.draft = Draft(token_ids, None if looks_up else evidence, num_matched=num_matched)
+            step.metrics.proposed_tokens += len(token_ids)
     return True
-
-
-def _waiting(scored: ScoredStep) -> list[tuple[list[int], list[float]]] | None:
-    """The drafts that wait; None where somebody has ended: without him, others may be wanted."""
-    if scored.rounds.num_waiting and not any(entry.sequence.has_ended for entry in scored.entries):
-        return scored.rounds.waiting
-    return None
 
 
 def _draft_context_len(table: PageTable, context_len: int, target_context_len: int) -> int:

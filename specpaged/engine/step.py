@@ -10,7 +10,8 @@ import logging
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from operator import is_
 
 import torch
 from torch import Tensor
@@ -108,6 +109,7 @@ class SpeculativeStep:
         self.verifier = get_verifier(verification, target.model.backend)
         self._sampling_batch = get_sampling_batch(target.model.backend)
         self.noise: Noise = {}  # what the last proposal drew, for the step that verifies it
+        self._sampling: SamplingBatch | None = None  # the last batch, where it serves again
 
     def score(
         self, entries: SequenceOf[ScheduledSequence], takes_argmax: bool = True, takes_rounds: bool = True
@@ -200,10 +202,7 @@ class SpeculativeStep:
             return
         before = self.metrics.seconds["propose"]
         with self.metrics.stage("propose"):
-            if scored.rounds is not None and propose_waiting(self, scored):
-                self.noise = {}
-                return
-            self.noise = propose(self, scored, reserve)
+            self.noise = {} if propose_waiting(self, scored) else propose(self, scored, reserve)
         if self.planner is not None and self.planner.clock.tells:
             self.planner.clock.proposed_for(self.metrics.seconds["propose"] - before)
 
@@ -219,8 +218,16 @@ class SpeculativeStep:
             logger.warning("request %r is not forgotten by its drafter:", sequence.request_id, exc_info=True)
 
     def sampling(self, requests: SequenceOf[SamplingRequest]) -> SamplingBatch:
-        """The requests as a batch whose tokens are to be decided; it meets the noise that their drafts have met."""
-        return self._sampling_batch(requests, self.vocab_size, self.target.model.device, self.noise)
+        """The requests as a batch whose tokens are to be decided; it meets the noise that their drafts have met.
+
+        Where each token is its row's most likely one, there is no noise, and so it stays: the same batch serves again.
+        """
+        last = self._sampling
+        if last is not None and len(last.requests) == len(requests) and all(map(is_, last.requests, requests)):
+            return last
+        sampling = self._sampling_batch(requests, self.vocab_size, self.target.model.device, self.noise)
+        self._sampling = sampling if sampling.takes_argmax else None
+        return sampling
 
     def check_integrity(self) -> None:
         """IntegrityError where the tensors of a pool are not as its layout has them."""
@@ -246,7 +253,7 @@ class SpeculativeStep:
         ]
         if not again:
             return verified
-        entries = [replace(sampled[i], draft=NO_DRAFT) for i in again]
+        entries = [sampled[i]._replace(draft=NO_DRAFT) for i in again]
         rescored = self._run_target(entries, argmax=False)
         scored.hidden_states.update(rescored.hidden_states)  # the spoiled ones are nobody's
         drafts = DraftOutput.of([NO_DRAFT] * len(again))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 
@@ -45,24 +44,24 @@ class Rounds:
     Drafts that wait are for the round that would be next, made in the same call.
     """
 
-    def __init__(
-        self, num_rounds: int, num_seqs: int, found: array[int], beside: array[float], seconds: Sequence[float]
-    ):
-        """Of what the call has written: rounds.cpp says how."""
+    def __init__(self, num_rounds: int, num_seqs: int, found: list[int], beside: array[float], seconds: array[float]):
+        """Of what the call has written: rounds.cpp's Found says how."""
         self.num_rounds = num_rounds
-        counts_end = 3 * num_seqs + num_rounds * (1 + 2 * num_seqs)
-        counts = found[:counts_end].tolist()
-        rest = counts[3 * num_seqs :]
-        self.draft_context_lens = counts[num_seqs : 2 * num_seqs]  # that the draft model has run, waiting ones too
-        self._num_waiting = counts[2 * num_seqs : 3 * num_seqs]
-        self.num_drafted = rest[:num_rounds]  # in front of each round, in the same call
-        self.num_drafts = rest[num_rounds : num_rounds * (1 + num_seqs)]
-        self.num_tokens = rest[num_rounds * (1 + num_seqs) :]
-        ends = list(accumulate(counts[:num_seqs], initial=0))
-        values = found[counts_end : counts_end + ends[-1]].tolist()
-        self.token_ids = [values[start:end] for start, end in pairwise(ends)]
+        drafted, had = 3 * num_seqs, 3 * num_seqs + num_rounds
+        got = had + num_seqs * num_rounds
+        start = got + num_seqs * num_rounds
+        self.draft_context_lens = found[num_seqs : 2 * num_seqs]  # that the draft model has run, of those that wait too
+        self.num_waiting = found[2 * num_seqs : drafted]
+        self.num_drafted = found[drafted:had]  # in front of each round, in the same call
+        self.num_drafts = found[had:got]
+        self.num_tokens = found[got:start]
+        self.token_ids = []
+        for num_tokens in found[:num_seqs]:
+            self.token_ids.append(found[start : start + num_tokens])
+            start += num_tokens
+        self.num_wanted: list[int] = []  # drafts of each sequence, for each further round, as the host has asked
         self.seconds = seconds  # of each round's target pass, and of what made its drafts, by turns; waiting ones' too
-        self._drafts, self._evidence = found[counts_end + ends[-1] :], beside
+        self._drafts, self._evidence = found[start:], beside
 
     @property
     def draft_seconds(self) -> float:
@@ -74,17 +73,18 @@ class Rounds:
         """Drafts of each round, of all sequences together."""
         return [sum(self.num_drafts[i :: self.num_rounds]) for i in range(self.num_rounds)]
 
-    @property
-    def num_waiting(self) -> int:
-        """Drafts that wait, of all sequences."""
-        return sum(self._num_waiting)
+    def drop_waiting(self) -> None:
+        """Nobody takes the drafts that wait."""
+        self.num_waiting = [0] * len(self.num_waiting)
 
-    @cached_property
     def waiting(self) -> list[tuple[list[int], list[float]]]:
         """The drafts of each sequence that wait, and what is known of them, as `Round.evidence` has it."""
-        ends = list(accumulate(self._num_waiting, initial=sum(self.num_drafts)))
-        drafts, evidence = self._drafts[: ends[-1]].tolist(), self._evidence[: ends[-1]].tolist()
-        return [(drafts[start:end], evidence[start:end]) for start, end in pairwise(ends)]
+        waiting, start = [], sum(self.num_drafts)
+        for count in self.num_waiting:
+            end = start + count
+            waiting.append((self._drafts[start:end], self._evidence[start:end].tolist()))
+            start = end
+        return waiting
 
     @cached_property
     def rounds(self) -> list[Round]:
@@ -96,7 +96,7 @@ class Rounds:
             for of_round, (num_drafts, num_tokens) in zip(rounds, counts, strict=False):
                 drafts_start, drafts_end = drafts_end, drafts_end + num_drafts
                 tokens_start, tokens_end = tokens_end, tokens_end + num_tokens
-                of_round.drafts.append(self._drafts[drafts_start:drafts_end].tolist())
+                of_round.drafts.append(self._drafts[drafts_start:drafts_end])
                 of_round.evidence.append(self._evidence[drafts_start:drafts_end].tolist())
                 of_round.token_ids.append(token_ids[tokens_start:tokens_end])
         return rounds

@@ -171,12 +171,17 @@ public:
     bool wants_drafts() const {
         return std::any_of(sequences_.begin(), sequences_.end(), [](const Decoding& s) { return s.num_wanted > 0; });
     }
-    // Behind the last round: drafts wait for the next one, or there are none.
+    // Drafts for the round that would be next, of those who go on. Where that fails, there are none.
+    int draft_ahead() {
+        for (Decoding& s : sequences_)
+            if (s.has_ended) s.num_wanted = 0;
+        return draft();
+    }
+    // Behind the last round: drafts wait, or there are none.
     void leave(bool drafts_wait) {
         for (Decoding& s : sequences_) {
             if (!drafts_wait) drop_drafts(&s);
-            const int64_t num_run = drafts_wait ? std::max<int64_t>(1, int64_t(s.drafts.size())) : 0;
-            s.draft_context = std::min(s.draft_context, s.num_tokens() + num_run - 1);
+            s.draft_context = std::min(s.draft_context, s.num_tokens() - 1 + int64_t(s.drafts.size()));
         }
     }
 
@@ -283,16 +288,18 @@ private:
 //
 //   [sequences]           tokens that came, tokens that the draft model has run, drafts that wait for the next round
 //   [rounds]              drafts that were made in front of each, for all sequences together
-//   [sequences, rounds]   drafts that a round had, then tokens that it got
-//   [...]                 sequence by sequence: the tokens that came, then the drafts that rounds had, then those that wait
+//   [sequences, rounds]   drafts that a round had
+//   [sequences, rounds]   tokens that it got
+//   [...]                 of each sequence the tokens that came, then of each the drafts that its rounds had, then of
+//                         each those that wait
 //
-// and of the drafts in the last two in floats what was known of each: its log-softmax, or how long the match was.
+// and of all these drafts what was known, in floats: the log-softmax, or how long the match was.
 class Found {
 public:
-    Found(int64_t* ints, float* floats, int64_t room) : ints_(ints), floats_(floats), room_(room) {}
+    Found(int64_t* ints, float* floats, int64_t room) : first_(ints), ints_(ints), floats_(floats), room_(room) {}
 
     // Returns a Status.
-    int write(const std::vector<Decoding>& sequences, int64_t num_rounds) {
+    int write(const std::vector<Decoding>& sequences, int64_t num_rounds, int64_t* num_written) {
         for (const Decoding& s : sequences) add(s.num_new());
         for (const Decoding& s : sequences) add(s.draft_context);
         for (const Decoding& s : sequences) add(int64_t(s.drafts.size()));
@@ -307,6 +314,7 @@ public:
             for (size_t i = size_t(s.num_known); i < s.known.size(); ++i) add(s.known[i]);
         for (const Decoding& s : sequences) add(s.verified, s.evidence_of_verified);
         for (const Decoding& s : sequences) add(s.drafts, s.evidence);
+        *num_written = ints_ - first_;
         return room_ < 0 ? TOKEN_IDS : OK;
     }
 
@@ -322,7 +330,7 @@ private:
         if (room_ >= 0) floats_ = std::copy(evidence.begin(), evidence.end(), floats_);
     }
 
-    int64_t* ints_;
+    int64_t *const first_, *ints_;
     float* floats_;
     int64_t room_;
 };
@@ -330,15 +338,15 @@ private:
 }  // namespace
 
 // As many rounds as `num_rounds`, or fewer: up to the one in which a sequence ends, or before one in which a row has no
-// most likely token. Written are `num_done`; what rounds come to, as Found says, into `found` and `beside` [room]; and
-// `seconds` [num_rounds + 1, 2] of the target's passes and of the drafting before them. Nobody wants drafts, or `draft`
-// makes them, with a rule if there is one, for those that want drafts, or, with a `longest` above 0, a Lookup. Those of
-// the round that would be next are made as well, if the host `goes_on` with them, and nothing ended the rounds before.
-// Returns a Status: of what the first round lacks.
+// most likely token. Nobody wants drafts, or `draft` makes them, with a rule if there is one, for those that want
+// drafts, or, with a `longest` above 0, a Lookup. If the host `goes_on`, those of the round that would be next are made
+// as well, for the sequences that have not ended. Written are `num_done`; what rounds come to, as Found says, into
+// `found` and `beside` [room], of which `num_written` are ints; and `seconds` [num_rounds + 1, 2] of the target's passes
+// and of the drafting before them. Returns a Status: of what the first round lacks.
 extern "C" int rounds(const Model* target, const Model* draft, const StopRule* rule, int64_t shortest, int64_t longest,
                       int64_t num_ids, int64_t num_rounds, int64_t goes_on, const int64_t* ints, int64_t num_ints,
-                      int64_t num_seqs, int64_t* found, float* beside, int64_t room, double* seconds,
-                      int64_t* num_done) {
+                      int64_t num_seqs, int64_t* found, float* beside, int64_t room, double* seconds, int64_t* num_done,
+                      int64_t* num_written) {
     return guarded([&]() -> int {
         std::vector<Decoding> sequences;
         const int status = read_decoding(ints, num_ints, num_seqs, &sequences);
@@ -361,8 +369,9 @@ extern "C" int rounds(const Model* target, const Model* draft, const StopRule* r
             if (status != OK && !*num_done) return status;
             if (status != OK || !is_ok) break;
         }
-        const bool may_wait = goes_on && *num_done == num_rounds && !rounds.has_one_ended();
-        rounds.leave(may_wait && timed(seconds + 2 * num_rounds + 1, [&] { return rounds.draft(); }) == OK);
-        return Found(found, beside, room).write(sequences, *num_done);
+        const bool is_whole = *num_done == num_rounds || rounds.has_one_ended();
+        const auto drafting = [&] { return rounds.draft_ahead(); };
+        rounds.leave(goes_on && is_whole && timed(seconds + 2 * *num_done + 1, drafting) == OK);
+        return Found(found, beside, room).write(sequences, *num_done, num_written);
     });
 }

@@ -30,7 +30,7 @@ def function() -> object:
         POINTER,
         POINTER,
         SIZE,
-        *[POINTER] * 2,
+        *[POINTER] * 3,
     ]
     found.restype = INT
     return found

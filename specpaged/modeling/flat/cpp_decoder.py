@@ -45,6 +45,7 @@ class CppDecoder(nn.Module):
         self._greedy_address = ctypes.cast(self._greedy_function, ctypes.c_void_p).value
         self._seen: list[tuple[weakref.ref, int]] = []  # the pools of the last pass, and their addresses
         self._geometries: dict[tuple[int, int, int], Pass] = {}  # on these pools
+        self._models: dict[int, rounds_kernel.Model] = {}  # by the id of a geometry, one of these
         self._layers = (kernel.Layer * len(decoder.layers))()
         for layer, part in zip(self._layers, decoder.layers, strict=True):
             for name in kernel.LAYER_WEIGHTS:
@@ -176,8 +177,9 @@ class CppDecoder(nn.Module):
             ints += blocks
             room += most_tokens + len(drafts) + num_rounds * num_draft_tokens
         asked, found, beside = array("q", ints), array("q", bytes(8 * room)), array("f", bytes(4 * room))
+        del ints  # behind the call, nothing of it is in the caches
         seconds = array("d", bytes(16 * (num_rounds + 1)))
-        num_done = ctypes.c_int64()
+        num_done, num_written = ctypes.c_int64(), ctypes.c_int64()
         target = self._model(kv_cache)
         drafting = None if draft is None else draft[0]._model(draft[1])
         rule = None if stop_rule is None else _stop_rule(stop_rule)
@@ -186,16 +188,19 @@ class CppDecoder(nn.Module):
             ctypes.addressof(target), None if drafting is None else ctypes.addressof(drafting),
             None if rule is None else ctypes.addressof(rule), shortest, longest, num_ids, num_rounds, goes_on,
             asked.buffer_info()[0], len(asked), num_seqs, found.buffer_info()[0], beside.buffer_info()[0], room,
-            seconds.buffer_info()[0], ctypes.addressof(num_done),
+            seconds.buffer_info()[0], ctypes.addressof(num_done), ctypes.addressof(num_written),
         )  # fmt: skip
         check_status(status)
-        return Rounds(num_done.value, num_seqs, found, beside, seconds)
+        return Rounds(num_done.value, num_seqs, found[: num_written.value].tolist(), beside, seconds)
 
     def _model(self, kv_cache: PagedKVCache) -> rounds_kernel.Model:
         """This decoder on these pools, which it keeps."""
         pools, geometry = self._pools(kv_cache.layers), self._geometry(kv_cache)
-        addresses = map(ctypes.addressof, (self._struct, geometry, pools))
-        return rounds_kernel.Model(self._greedy_address, *addresses)
+        model = self._models.get(id(geometry))
+        if model is None:
+            addresses = map(ctypes.addressof, (self._struct, geometry, pools))
+            model = self._models[id(geometry)] = rounds_kernel.Model(self._greedy_address, *addresses)
+        return model
 
     def _pools(self, kv_layers: Sequence[Tensor]) -> ctypes.Array:
         """Their addresses. They are looked at once, and again when they are others."""
@@ -207,7 +212,7 @@ class CppDecoder(nn.Module):
             kv_dtype = kv_layers[0].dtype if kv_layers[0].dtype in STORAGE else self.decoder.dtype
             for pool in kv_layers:
                 check_tensor("kv_layers", pool, shape, kv_dtype)
-            self._num_slots, self._kv_dtype, self._geometries = num_slots, kv_dtype, {}
+            self._num_slots, self._kv_dtype, self._geometries, self._models = num_slots, kv_dtype, {}, {}
             self._seen = [(weakref.ref(pool), pool.data_ptr()) for pool in kv_layers]
             self._addresses = (ctypes.c_void_p * len(self._layers))(*(address for _, address in self._seen))
         return self._addresses
