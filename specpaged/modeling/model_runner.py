@@ -128,8 +128,9 @@ class ModelRunner:
         """Rounds of these sequences by the most likely tokens, of the first num_ids ids, in one call.
 
         In front of each but the first `draft` drafts for the rows that want drafts, or `lookup` does, of a row all of
-        whose tokens have to be there; by a `stop_rule` of these rows, if there is one, which also leaves out drafts. They are fewer than `num_rounds` where
-        a sequence ends, with the round in which it does, and where a row has no most likely token, before that round.
+        whose tokens have to be there; by a `stop_rule` of these rows, if there is one, which also leaves out drafts.
+        Rounds are fewer than `num_rounds` where a sequence ends, with the one in which it does, and where a row has no
+        most likely token, before that round.
         Only where both models run greedily.
         """
         self._check_threads()

@@ -39,7 +39,6 @@ _SELECTING = 4e-5  # seconds that it takes
 _SELECTS_SELDOM = 8  # times it is asked, where selecting has gained less than it takes
 _GAIN_RATE = 0.1  # of the average of what it gains
 _MOST_GAIN = 0.1
-_LOOKED_UP = 2  # drafts of a sequence that are verified, where they come for nothing
 _DEAR = 0.08  # of a plain step: a pass of the drafter that is worth stopping for
 _TOLD_APART = 0.6  # in logits: of less spread, evidence says too little to stop a proposal by
 
@@ -73,6 +72,8 @@ class AdaptiveController(MeasuringController):
         self._unseen: dict[Hashable, int] = {}  # drafts to verify of each sequence, where they come for nothing
         self._gain = _MOST_GAIN  # of speed, by what was left out lately
         self._num_unselected = 0  # proposals since the last selection
+        self._selected = 1.0  # drafts of a sequence, in the mean of the last selections
+        self._selected_speed = 1.0  # that these promised, over plain decoding's
 
     @override
     def plan(self, candidates: Sequence[Candidate], num_steps: int = 1) -> Plan:
@@ -90,8 +91,7 @@ class AdaptiveController(MeasuringController):
                 counts = self._depths(candidates, self._chances(candidates, self._logits(candidates))).counts
                 self._unseen = {c.sequence: count for c, count in zip(candidates, counts, strict=True)}
             most = [candidate.most for candidate in candidates]
-            rule = self._stop_rule(candidates, most, len(most) / plain_seconds, _LOOKED_UP * len(most))
-            return Plan(most, (), rule, most, self._num_steps(most))
+            return Plan(most, (), self._lookup_rule(candidates), most, self._num_steps(most))
         num_known = len(self._requests)
         logits = self._logits(candidates)
         num_new = len(self._requests) - num_known
@@ -108,7 +108,7 @@ class AdaptiveController(MeasuringController):
         if self._is_drafting and self.by_evidence and self.stops:
             may_stop = self._may_stop(len(candidates))
             if may_stop or self._gain >= _NOTHING:
-                stop_rule = self._stop_rule(candidates, counts, rate, sum(counts))
+                stop_rule = self._stop_rule(candidates, counts, rate)
             if may_stop:
                 counts = self._deeper(candidates, counts)
         looks: Sequence[int] = ()
@@ -149,6 +149,8 @@ class AdaptiveController(MeasuringController):
         rate_of_all = (len(sequences) + sum(map(sum, chances))) / seconds_of_all
         gain = rate / rate_of_all - 1.0 - _SELECTING / (num_rounds * seconds_of_all)
         self._gain += _GAIN_RATE * (min(_MOST_GAIN, gain) - self._gain)
+        self._selected += _GAIN_RATE * (sum(counts) / len(counts) - self._selected)
+        self._selected_speed += _GAIN_RATE * (self._speed(len(counts), rate) - self._selected_speed)
         return counts
 
     @override
@@ -270,14 +272,29 @@ class AdaptiveController(MeasuringController):
         hoped = [of if count else () for of, count in zip(chances, counts, strict=True)]
         return list(map(max, counts, self._depths(candidates, hoped).counts))
 
-    def _stop_rule(
-        self, candidates: Sequence[Candidate], counts: Sequence[int], rate: float, num_drafts: int
-    ) -> StopRule | None:
-        """For those with drafts, where a token's worth is 1 / rate seconds, and about so many drafts are verified."""
-        if not num_drafts or not self.by_evidence:
+    def _lookup_rule(self, candidates: Sequence[Candidate]) -> StopRule | None:
+        """Of drafts that come for nothing: it keeps about those that were selected lately."""
+        if not self.by_evidence:
             return None
+        model, num_seqs = self.acceptance, len(candidates)
+        requests = [self._request(c.sequence) for c in candidates if c.most]
+        num_drafts = round(self._selected * num_seqs)
+        further = 1 + num_drafts // 2
+        times = self._times(num_seqs, num_drafts + further)
+        row_seconds = (times.verify[num_drafts + further] - times.verify[num_drafts]) / further
+        return StopRule(
+            slope=model.slope,
+            intercepts=model.intercepts,
+            leads=[model.request_weight * request.lead for request in requests],
+            expected=[0.0] * len(requests),  # nobody goes on drafting
+            row_tokens=self._selected_speed * num_seqs / times.plain * max(0.0, row_seconds),
+            pass_tokens=0.0,
+        )
+
+    def _stop_rule(self, candidates: Sequence[Candidate], counts: Sequence[int], rate: float) -> StopRule:
         model = self.acceptance
         requests = [self._request(c.sequence) for c, count in zip(candidates, counts, strict=True) if count]
+        num_drafts = sum(counts)
         times = self._times(len(candidates), num_drafts)
         row_seconds = (times.verify[num_drafts] - times.verify[0]) / num_drafts  # as steps go, between two nodes of f
         return StopRule(
@@ -286,7 +303,7 @@ class AdaptiveController(MeasuringController):
             leads=[model.request_weight * request.lead for request in requests],
             expected=[model.expected(request) for request in requests],
             row_tokens=rate * max(0.0, row_seconds),
-            pass_tokens=rate * times.later[len(requests)] if times.later else 0.0,
+            pass_tokens=rate * times.later[len(requests)],
         )
 
     def _times(self, batch_size: int, num_drafts: int) -> StepTimes:

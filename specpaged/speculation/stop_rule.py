@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from specpaged.speculation.acceptance import sigmoid
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class StopRule:
     """A proposal goes no deeper as soon as no row's next draft is worth its part of a pass, in tokens.
 

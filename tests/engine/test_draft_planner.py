@@ -11,6 +11,7 @@ from specpaged.engine import step_clock
 from specpaged.engine.draft_planner import DraftPlanner
 from specpaged.modeling.rounds import Round
 from specpaged.speculation.controller import Plan
+from specpaged.speculation.stop_rule import StopRule
 
 
 class Listener:
@@ -53,7 +54,7 @@ def test_of_long_steps_more_are_heard_as_long_as_it_takes_little_of_the_time(mon
 
 
 @pytest.mark.parametrize(
-    ("seconds", "planned", "looked"), [(1e-5, 1 / 48, 1 / 12), (1.27e-3, 1 / 32, 1 / 12), (1e-2, 1 / 6, 1 / 3)]
+    ("seconds", "planned", "looked"), [(1e-5, 1 / 48, 1 / 12), (1.27e-3, 1 / 40, 1 / 12), (1e-2, 1 / 6, 1 / 3)]
 )
 def test_in_short_steps_plans_and_outcomes_are_asked_for_seldom(monkeypatch, seconds, planned, looked):
     now, num_plans, num_looks = 0.0, 0, 0
@@ -107,6 +108,32 @@ def test_of_a_trial_all_steps_are_heard_but_the_first_and_none_for_it_behind_it(
             planner.clock.scored(entries)
         told.append(listener.num_heard - before)
     assert told == [0, 1, 1, 1, 0, 0, 0, 0]
+
+
+class Member:
+    """As much of a sequence as a planner looks at."""
+
+    max_draft_tokens, output_token_ids = 4, ()
+    page_table = SimpleNamespace(context_lens=(8,))
+    num_tokens = 9
+    params = SimpleNamespace(max_tokens=None)
+
+
+def test_a_plan_and_its_rule_go_on_with_who_stays():
+    planner = DraftPlanner(Listener())
+    members = [Member() for _ in range(4)]
+    rule = StopRule(1.0, [0.0], [1.0, 2.0, 3.0], [0.1, 0.2, 0.3], 0.1, 0.0)
+    plans = [Plan([3, 0, 2, 4], (), rule, [2, 0, 1, 2], num_steps=9), Plan([0] * 4)]
+    planner.controller.plan = lambda candidates, num_steps: plans.pop(0)
+    planner.plan(members)
+    stay = [members[i] for i in (1, 2, 3)]
+    plan = planner.plan(stay)
+    assert (plan.num_draft_tokens, plan.without_rule) == ([0, 2, 4], [0, 1, 2])
+    assert (plan.stop_rule.leads, plan.stop_rule.expected) == ([2.0, 3.0], [0.2, 0.3])
+    planner.most_rounds = 1, 4
+    assert planner.rounds(stay) == (4, [0, 2, 4], plan.stop_rule)  # though it selects: the rule does so
+    planner.plan([*stay, Member()])
+    assert not plans  # who comes might draft as well: asked anew
 
 
 def test_of_a_trial_in_one_call_all_rounds_are_heard_but_the_first():

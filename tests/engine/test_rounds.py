@@ -6,9 +6,12 @@ import pytest
 import torch
 
 from specpaged import LLM, SamplingParams
+from specpaged.drafting.draft import Draft
 from specpaged.drafting.ngram import lookup
+from specpaged.engine.draft_planner import evidence_of
 from specpaged.modeling.rounds import DecodingRow, Lookup
 from specpaged.paging.page_table import DRAFT, TARGET
+from specpaged.speculation.stop_rule import StopRule
 from tests import toys
 from tests.engine.test_engine import GREEDY
 
@@ -129,9 +132,14 @@ def test_a_row_without_a_most_likely_token_ends_its_request_where_single_steps_w
 def empty_runner(pair):
     """A target on KV that is 0: what memory holds that nobody has written to is anything."""
     runner = LLM(pair.target, max_model_len=96, max_num_seqs=2).engine.target
-    for layer in runner.kv_cache.layers:
-        layer.zero_()
+    clear(runner)
     return runner
+
+
+def clear(*runners):
+    for runner in runners:
+        for layer in runner.kv_cache.layers:
+            layer.zero_()
 
 
 def test_rounds_that_lead_outside_are_refused_before_anything_is_written(toy_pair):
@@ -162,18 +170,61 @@ def test_rounds_end_with_the_one_in_which_a_sequence_does(toy_pair):
     assert len(stopped) == token_ids.index(stop_id) + 1
 
 
-def test_a_lookup_in_rounds_finds_what_the_drafter_does(toy_pair):
-    """Round by round, of tokens that go on as they come."""
+@pytest.mark.parametrize("row_tokens", [None, 0.3, 0.05], ids=["", "rule", "rule that keeps more"])
+def test_a_lookup_in_rounds_finds_what_the_drafter_does(toy_pair, row_tokens):
+    """Round by round, of tokens that go on as they come; with a rule, as much of it as this says is worth it."""
     runner = empty_runner(toy_pair)
+    rule = None if row_tokens is None else StopRule(1.0, [1.0], [0.0], [0.0], row_tokens, 0.0)
     known = [5, 6, 7, 5, 6, 8, 5, 6]
     row = DecodingRow(known, 0, 0, [], 3, 40, (), list(range(1, 7)))
-    num_found = 0
-    for i, of_round in enumerate(runner.rounds([row], 90, 12, lookup=Lookup(1, 3)).rounds):
+    num_found = num_kept = 0
+    for i, of_round in enumerate(runner.rounds([row], 90, 12, lookup=Lookup(1, 3), stop_rule=rule).rounds):
         if i > 0:  # the host's drafts are the first round's
             num_left = 40 - (len(known) - 8)
             token_ids, num_matched = lookup(known, 1, 3, min(3, num_left - 1))
+            assert of_round.num_drafted == len(token_ids)
+            num_found += len(token_ids)
+            if rule is not None:
+                token_ids = token_ids[: rule.num_worth(evidence_of(Draft(token_ids, num_matched=num_matched)), 0)]
             assert of_round.drafts[0] == token_ids
             assert of_round.evidence[0] == [num_matched] * len(token_ids)
-            num_found += len(token_ids)
+            num_kept += len(token_ids)
         known = [*known, *of_round.token_ids[0]]
     assert num_found
+    assert (num_kept < num_found) == (rule is not None)
+
+
+def test_a_rule_leaves_out_drafts_that_are_not_worth_their_rows(toy_pair):
+    """Of two sequences that want drafts, beside one that does not: by what it says of each one's evidence, in Python.
+
+    With the same drafts before them, rounds with and without it draft alike.
+    """
+    engine = LLM(toy_pair.target, speculative_config={"model": toy_pair.draft}, max_model_len=96, max_num_seqs=3).engine
+    rows = [
+        DecodingRow(ids, 0, 0, [], 4 * (i != 1), 24, (), list(range(6 * i, 6 * i + 6)))
+        for i, ids in enumerate(([5, 6, 7, 5, 6, 8, 5, 6], [9, 3, 4], [1, 2, 1, 2, 3, 1, 2]))
+    ]
+    clear(engine.target, engine.draft)
+    without = engine.target.rounds(rows, 90, 2, draft=engine.draft).rounds[1]
+    num_kept = []
+    for slope, row_tokens in ((1.0, 0.02), (1.0, 0.1), (0.5, 0.3), (0.5, 0.9)):
+        rule = StopRule(slope, [0.5, 0.0], [1.0, -1.0], [1.0, 1.0], row_tokens, pass_tokens=-1.0)
+        clear(engine.target, engine.draft)
+        found = engine.target.rounds(rows, 90, 2, draft=engine.draft, stop_rule=rule).rounds[1]
+        for row, i in enumerate((0, 2)):
+            num_kept.append(rule.num_worth(evidence_of(Draft(without.drafts[i], without.evidence[i])), row))
+            assert found.drafts[i] == without.drafts[i][: num_kept[-1]]
+        assert found.drafts[1] == []
+        assert found.num_drafted == without.num_drafted == 8
+    assert 0 in num_kept
+    assert max(num_kept) >= 3
+
+
+def test_a_rule_that_was_made_for_others_is_not_asked(toy_pair):
+    engine = LLM(toy_pair.target, speculative_config={"model": toy_pair.draft}, max_model_len=96, max_num_seqs=3).engine
+    row = DecodingRow([5, 6, 7], 0, 0, [], 3, 40, (), list(range(6)))
+    never = StopRule(1.0, [0.0], [-9.0, -9.0], [0.0, 0.0], 1.0, -1.0)
+    for rule, num_drafts in ((never, 3), (never.of_rows([0]), 0)):
+        clear(engine.target, engine.draft)
+        rounds = engine.target.rounds([row], 90, 2, draft=engine.draft, stop_rule=rule).rounds
+        assert len(rounds[1].drafts[0]) == num_drafts

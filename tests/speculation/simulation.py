@@ -57,6 +57,7 @@ class Simulation:
     seed: int = 0
     most: int = 8
     noise: Callable[[random.Random], float] = lambda rng: 1.0
+    num_rounds: int = 1  # in a call: of all but the first one, a rule selects the drafts, if there is one
     seconds: float = 0.0
     looking: float = 0.0  # seconds that went into looking back
     num_draft_tokens: int = 0
@@ -110,7 +111,10 @@ class Simulation:
             rows_of_passes.append(sum(self.lag[i] for i in drafting) if depth == 0 else len(rows))
         evidence = [[logit(p) for p in of_draft] for of_draft in probabilities]
         verified = list(map(len, evidence))
-        if controller.selects():
+        if plan.stop_rule is not None and self.num_steps % self.num_rounds:
+            for row, i in enumerate(drafting):
+                verified[i] = plan.stop_rule.num_worth(evidence[i], row)
+        elif controller.selects():
             verified = controller.select(range(num_seqs), evidence)
         if self.draft is not None:
             self.propose(plan, rows_of_passes)

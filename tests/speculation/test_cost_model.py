@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from specpaged.speculation.cost_model import CostModel
+from specpaged.speculation.cost_model import _FURTHER_ROUND, CostModel
 from specpaged.speculation.pass_seconds import PassSeconds, PassShape
 from specpaged.speculation.step_times import StepTimes
 
@@ -129,6 +129,16 @@ def test_what_a_step_takes_more_when_it_drafts_is_on_the_proposals_account(waits
     assert model.rest(8) == pytest.approx(0.09, rel=0.05)
     assert model.proposal(8) + 2 * model.draft.of_rows(8) == pytest.approx(0.36, rel=0.1)
     assert model.proposal(16) > 1.2 * model.proposal(8)
+
+
+def test_what_a_call_takes_beside_its_rounds_is_not_taken_for_what_each_round_would():
+    """A call of four rounds takes 0.35 beside them; one of a single round would take 0.2."""
+    model = CostModel(PassSeconds(NODES, known()), seconds_per_step=0.1)
+    for _ in range(200):
+        model.observe_target(PassShape(4, 4), model.target.of_rows(4))
+        model.observe_rest(0.35, 4, 4)
+    assert model.rest(4, 4) == pytest.approx(0.35, rel=0.05)
+    assert model.rest(4) == pytest.approx(0.35 / (1 + 3 * _FURTHER_ROUND), rel=0.05)
 
 
 def test_what_a_host_takes_beside_every_step_is_not_on_the_proposals_account():
