@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING, NamedTuple
+
+from typing_extensions import override
 
 if TYPE_CHECKING:
     from specpaged.engine.kv_layout import CopiedBytes
@@ -34,11 +37,11 @@ class DraftCounters:
         """1 + accepted / drafts (vLLM's definition); None where nothing was drafted."""
         return 1 + self.accepted_tokens / self.drafts if self.drafts else None
 
-    def record_draft(self, num_draft_tokens: int, num_accepted: int) -> None:
-        """One verified draft of at least one token."""
-        self.drafts += 1
-        self.draft_tokens += num_draft_tokens
-        self.accepted_tokens += num_accepted
+    def record_drafts(self, num_draft_tokens: Sequence[int], num_accepted: Sequence[int]) -> None:
+        """Verified drafts of at least one token each."""
+        self.drafts += len(num_draft_tokens)
+        self.draft_tokens += sum(num_draft_tokens)
+        self.accepted_tokens += sum(num_accepted)
 
 
 @dataclass
@@ -50,12 +53,14 @@ class RequestMetrics(DraftCounters):
     cached_prompt_tokens: int = 0
     acceptance_histogram: list[int] = field(default_factory=list)  # [a] = drafts of which a tokens were accepted
 
-    def record_draft(self, num_draft_tokens: int, num_accepted: int) -> None:
-        """One verified draft of at least one token."""
-        super().record_draft(num_draft_tokens, num_accepted)
+    @override
+    def record_drafts(self, num_draft_tokens: Sequence[int], num_accepted: Sequence[int]) -> None:
+        super().record_drafts(num_draft_tokens, num_accepted)
         histogram = self.acceptance_histogram
-        histogram.extend([0] * (num_accepted + 1 - len(histogram)))
-        histogram[num_accepted] += 1
+        for accepted in num_accepted:
+            if accepted >= len(histogram):
+                histogram.extend([0] * (accepted + 1 - len(histogram)))
+            histogram[accepted] += 1
 
     @classmethod
     def total(cls, of_sequences: Iterable[RequestMetrics]) -> RequestMetrics:
@@ -151,13 +156,14 @@ class EngineMetrics(DraftCounters):
     requests_without_drafts: int = 0
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
 
-    def record_draft(self, num_draft_tokens: int, num_accepted: int) -> None:
-        """One verified draft of at least one token."""
-        super().record_draft(num_draft_tokens, num_accepted)
+    @override
+    def record_drafts(self, num_draft_tokens: Sequence[int], num_accepted: Sequence[int]) -> None:
+        super().record_drafts(num_draft_tokens, num_accepted)
         per_position = self.accepted_per_position
-        per_position.extend([0] * (num_draft_tokens - len(per_position)))
-        for position in range(num_accepted):
-            per_position[position] += 1
+        per_position.extend([0] * (max(num_draft_tokens, default=0) - len(per_position)))
+        for accepted, count in Counter(num_accepted).items():
+            for position in range(accepted):
+                per_position[position] += count
 
     @property
     def token_efficiency(self) -> float | None:

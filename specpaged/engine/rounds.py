@@ -9,14 +9,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from typing import TYPE_CHECKING
+from itertools import compress
+from operator import gt
+from typing import TYPE_CHECKING, NamedTuple
 
-from specpaged.drafting.draft import NO_DRAFT
+from specpaged.drafting.draft import NO_DRAFT, Draft
 from specpaged.engine.prompt_logprobs import wants_prompt_logits
 from specpaged.engine.scheduler import ScheduledSequence
 from specpaged.modeling.rounds import DecodingRow, Lookup, Rounds
 from specpaged.paging.block_allocator import IntegrityError
-from specpaged.paging.page_table import DRAFT, TARGET
+from specpaged.paging.page_table import DRAFT
 
 if TYPE_CHECKING:
     from specpaged.engine.sequence import Sequence
@@ -51,39 +53,47 @@ def run_rounds(step: SpeculativeStep, entries: SequenceOf[ScheduledSequence]) ->
     in_rounds = None if drafter is None else drafter.in_rounds
     if drafter is not None and in_rounds is None and wanted is None:
         return None
-    reserved = step.reserve_rounds(sequences, num_rounds, wanted)
-    rows = [_row(entry, *of_entry, in_rounds) for entry, of_entry in zip(entries, reserved, strict=True)]
+    # A planner looks at what became of drafts before it says what the next ones are to be.
+    goes_on = drafter is not None and planner is None
+    reserved = step.reserve_rounds(sequences, num_rounds + goes_on, wanted)
+    looks_up = isinstance(in_rounds, Lookup)
+    rows = [_row(entry, *of_entry, looks_up) for entry, of_entry in zip(entries, reserved, strict=True)]
     drafting = [row for row in rows if row.num_draft_tokens]
     draft = lookup = None
-    if drafting and isinstance(in_rounds, Lookup):
+    if drafting and looks_up:
         lookup = in_rounds
     elif drafting:
         draft = in_rounds
         most_tokens = max(len(row.token_ids) for row in drafting)
         if most_tokens > _FAR_BEHIND or not draft.runs_greedy(most_tokens * len(drafting)):
             return None
-    if not step.target.runs_greedy(sum(1 + max(len(row.draft), row.num_draft_tokens) for row in rows)):
+    longest = max([max(len(row.draft), row.num_draft_tokens) for row in rows])
+    if not step.target.runs_greedy(len(rows) * (1 + longest)):
         return None
-    rounds = step.target.rounds(rows, step.vocab_size, num_rounds, draft, stop_rule, lookup)
-    return rounds if rounds.rounds else None
+    rounds = step.target.rounds(rows, step.vocab_size, num_rounds, draft, stop_rule, lookup, goes_on)
+    rounds.num_wanted = [num_draft_tokens for num_draft_tokens, _ in reserved]
+    return rounds if rounds.num_rounds else None
 
 
-def _row(entry: ScheduledSequence, num_draft_tokens: int, most_tokens: int, in_rounds: object) -> DecodingRow:
-    sequence, table, start = entry.sequence, entry.sequence.page_table, entry.context_len
-    has_draft_kv = len(table.context_lens) > DRAFT
-    draft_context_len = max(start, table.context_lens[DRAFT]) if has_draft_kv else start
-    if num_draft_tokens and isinstance(in_rounds, Lookup):
+def _row(entry: ScheduledSequence, num_draft_tokens: int, most_tokens: int, looks_up: bool) -> DecodingRow:
+    sequence, start, draft = entry.sequence, entry.context_len, entry.draft.token_ids
+    table = sequence.page_table
+    draft_context_len = start
+    if looks_up and num_draft_tokens:
         start = draft_context_len = 0  # it looks at all of them
-    elif num_draft_tokens and has_draft_kv:
+    elif len(table.context_lens) > DRAFT:
         draft_context_len = table.context_lens[DRAFT]
-        start = min(start, draft_context_len)
+        if num_draft_tokens:
+            start = min(start, draft_context_len)
+        else:
+            draft_context_len = max(start, draft_context_len)
     return DecodingRow(
         sequence.token_ids[start:] if start else sequence.token_ids,
         start,
         draft_context_len,
-        entry.draft.token_ids,
+        draft,
         num_draft_tokens,
-        max(most_tokens, len(entry.draft.token_ids) + 1),
+        max(most_tokens, len(draft) + 1),
         sequence.stop_checker.stop_ids,
         table.entries,
     )
@@ -91,64 +101,110 @@ def _row(entry: ScheduledSequence, num_draft_tokens: int, most_tokens: int, in_r
 
 def commit_rounds(step: SpeculativeStep, scored: ScoredStep) -> None:
     """Append what rounds have brought, and cut every pool behind it: `SpeculativeStep.commit` of several rounds."""
-    metrics, (rounds, draft_context_lens) = step.metrics, scored.rounds
-    metrics.steps += len(rounds)
-    metrics.rounds += len(rounds)
-    unverified = [sum(map(len, of_round.drafts)) for of_round in rounds]
+    metrics, rounds = step.metrics, scored.rounds
+    metrics.steps += rounds.num_rounds
+    metrics.rounds += rounds.num_rounds
+    unverified = rounds.num_unverified
     metrics.unverified_kv_tokens = unverified[-1]
     metrics.peak_unverified_kv_tokens = max(metrics.peak_unverified_kv_tokens, *unverified)
-    metrics.proposed_tokens += sum(of_round.num_drafted for of_round in rounds)  # the first one's have been counted
-    num_rejected: list[int] = []
+    metrics.proposed_tokens += sum(rounds.num_drafted)  # those of the first round have been counted
+    fared = _Fared([], [], [])
     for i, entry in enumerate(scored.entries):
-        try:
-            num_rejected += _emit(step, entry.sequence, scored.rounds, i)
-        except IntegrityError:
-            raise
-        except Exception as error:  # a tokenizer's own, of this request alone
-            entry.sequence.fail(error)
+        _emit(step, entry.sequence, rounds, i, fared)
     start = time.perf_counter()
+    if any(rounds.num_waiting) and not _still_wanted(step, scored):
+        rounds.drop_waiting()
+    num_freed = 0
     for i, entry in enumerate(scored.entries):
-        sequence, table = entry.sequence, entry.sequence.page_table
-        sequence.draft = NO_DRAFT
-        table.advance(TARGET, sum(len(of_round.token_ids[i]) for of_round in rounds))
+        sequence = entry.sequence
+        table, num_tokens = sequence.page_table, len(sequence.token_ids)
+        num_waiting = 0 if sequence.has_ended else rounds.num_waiting[i]
         if len(table.context_lens) > DRAFT:
-            _set_draft_context(table, draft_context_lens[i], entry.context_len)
-        num_kept = sequence.num_tokens - 1
-        for pool, context_len in enumerate(table.context_lens):
-            num_freed = table.truncate(pool, min(context_len, num_kept))
-            metrics.rollback_blocks_freed += num_freed if num_rejected else 0
-    if num_rejected:
-        metrics.rollbacks += sum(count > 0 for count in num_rejected)
-        metrics.rolled_back_tokens += sum(num_rejected)
+            draft_context_len = _draft_context_len(table, rounds.draft_context_lens[i], entry.context_len)
+            context_lens = num_tokens - 1, min(draft_context_len, num_tokens - 1 + num_waiting)
+        else:
+            context_lens = (num_tokens - 1,)
+        num_freed += table.settle(context_lens, num_tokens + num_waiting if num_waiting else 0)
+    if fared.num_drafts:
+        metrics.record_drafts(fared.num_drafts, fared.num_accepted)
+        metrics.rollback_blocks_freed += num_freed
+        metrics.rollbacks += sum(map(gt, fared.num_drafts, fared.num_kept))
+        metrics.rolled_back_tokens += sum(fared.num_drafts) - sum(fared.num_kept)
         metrics.rollback_seconds += time.perf_counter() - start
 
 
-def _emit(step: SpeculativeStep, sequence: Sequence, rounds: Rounds, i: int) -> list[int]:
-    """Append the output of the i-th sequence, up to its end; of each round, the drafts that did not come to stay."""
-    num_rejected = []
-    for of_round in rounds.rounds:
-        if sequence.has_ended:
-            break
-        draft, token_ids = of_round.drafts[i], of_round.token_ids[i]
-        sequence.metrics.rounds += 1
-        if draft:
-            sequence.metrics.record_draft(len(draft), len(token_ids) - 1)
-            step.metrics.record_draft(len(draft), len(token_ids) - 1)
-        if step.planner is not None:
-            step.planner.committed(sequence, token_ids)
-        num_emitted = sequence.emit(token_ids, None)
-        step.metrics.emitted_tokens += num_emitted
-        if draft:
-            num_rejected.append(len(draft) - min(len(token_ids) - 1, num_emitted))
-    return num_rejected
+class _Fared(NamedTuple):
+    """What became of the drafts of all rounds and sequences."""
+
+    num_drafts: list[int]  # 1 at least
+    num_accepted: list[int]
+    num_kept: list[int]  # those that came before the sequence ended
 
 
-def _set_draft_context(table: PageTable, context_len: int, target_context_len: int) -> None:
-    """The draft's pool holds so many tokens; where it lay behind the target's, and nothing was drafted, as before."""
-    before = table.context_lens[DRAFT]
-    if max(before, context_len) <= target_context_len and before < target_context_len:
+def _emit(step: SpeculativeStep, sequence: Sequence, rounds: Rounds, i: int, fared: _Fared) -> None:
+    """Append the output of the i-th sequence, up to its end. Whose text cannot be read ends with an error."""
+    token_ids, num_before = rounds.token_ids[i], len(sequence.output_token_ids)
+    sequence.draft = NO_DRAFT
+    first, last = i * rounds.num_rounds, (i + 1) * rounds.num_rounds
+    if step.planner is not None:
+        step.planner.committed(sequence, token_ids[: rounds.num_tokens[first]])
+    try:
+        sequence.emit(token_ids, None)
+    except IntegrityError:
+        raise
+    except Exception as error:  # a tokenizer's own, of this request alone
+        sequence.fail(error)
+    num_left = num_emitted = len(sequence.output_token_ids) - num_before
+    step.metrics.emitted_tokens += num_emitted
+    of_request = sequence.metrics
+    num_drafts = rounds.num_drafts[first:last]
+    if not any(num_drafts):
+        of_request.rounds += num_emitted
         return
-    if context_len > before:
-        table.advance(DRAFT, context_len - before)
-    else:
-        table.truncate(DRAFT, context_len)
+    num_accepted = [num_tokens - 1 for num_tokens in rounds.num_tokens[first:last]]
+    num_kept = num_accepted
+    if num_emitted < len(token_ids):  # it has ended, and there are no rounds behind that one
+        num_kept = []
+        for accepted in num_accepted:
+            if num_left > 0:
+                num_kept.append(min(accepted, num_left))
+                num_left -= accepted + 1
+        num_drafts, num_accepted = num_drafts[: len(num_kept)], num_accepted[: len(num_kept)]
+    of_request.rounds += len(num_kept)
+    if 0 in num_drafts:
+        num_kept, num_accepted = (list(compress(counts, num_drafts)) for counts in (num_kept, num_accepted))
+        num_drafts = [count for count in num_drafts if count]
+    of_request.record_drafts(num_drafts, num_accepted)
+    fared.num_drafts.extend(num_drafts)
+    fared.num_accepted.extend(num_accepted)
+    fared.num_kept.extend(num_kept)
+
+
+def _still_wanted(step: SpeculativeStep, scored: ScoredStep) -> bool:
+    """Whether who goes on is to have as many drafts as when the call began, when there may have been more of them."""
+    going_on = [not entry.sequence.has_ended for entry in scored.entries]
+    if all(going_on):
+        return True
+    sequences = [entry.sequence for entry in compress(scored.entries, going_on)]
+    wanted = [k for k, _ in step.reserve_rounds(sequences, 1, None)]
+    return wanted == list(compress(scored.rounds.num_wanted, going_on))
+
+
+def propose_waiting(step: SpeculativeStep, scored: ScoredStep) -> bool:
+    """Leave the drafts that wait with their sequences; False where there are none."""
+    if scored.rounds is None or not any(scored.rounds.num_waiting):
+        return False
+    looks_up = isinstance(step.drafter.in_rounds, Lookup)
+    for entry, (token_ids, evidence) in zip(scored.entries, scored.rounds.waiting(), strict=True):
+        if token_ids and not entry.sequence.has_ended:
+            num_matched = int(evidence[0]) if looks_up else 0
+            entry.sequence.draft = Draft(token_ids, None if looks_up else evidence, num_matched=num_matched)
+            step.metrics.proposed_tokens += len(token_ids)
+    return True
+
+
+def _draft_context_len(table: PageTable, context_len: int, target_context_len: int) -> int:
+    """How many tokens the draft's pool holds; where it lay behind the target's, and nothing was drafted, as before."""
+    before = table.context_lens[DRAFT]
+    lay_behind = max(before, context_len) <= target_context_len and before < target_context_len
+    return before if lay_behind else context_len

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from specpaged.drafting.draft import NO_DRAFT, Draft
 from specpaged.engine.sequence import Sequence
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledSequence:
+class ScheduledSequence(NamedTuple):
     """One sequence's share of a step, as its scheduler decides it.
 
     Of it come a RaggedRow, which the target's pass runs, the rows of VerifyRows, which that pass gives the verifier,

@@ -126,14 +126,20 @@ class Sequence:
 
     def emit(self, token_ids: SequenceOf[int], logprobs: SequenceOf[Any] | None) -> int:
         """Append verified tokens up to and with the one that stops the sequence; how many were emitted."""
-        num_emitted = 0
-        while num_emitted < len(token_ids) and not self.has_ended:
-            self.append(token_ids[num_emitted])
-            if self.stop_checker is not None:
-                self.finish_reason = self.stop_checker.append(token_ids[num_emitted])
-            num_emitted += 1
-        if self.finish_reason is not None:
-            self.stop_reason = self.stop_checker.stop_reason
+        checker = self.stop_checker
+        if not self.has_ended and (checker is None or checker.takes(token_ids)):
+            self.token_ids += token_ids
+            self.output_token_ids += token_ids
+            num_emitted = len(token_ids)
+        else:
+            num_emitted = 0
+            while num_emitted < len(token_ids) and not self.has_ended:
+                self.append(token_ids[num_emitted])
+                if checker is not None:
+                    self.finish_reason = checker.append(token_ids[num_emitted])
+                num_emitted += 1
+            if self.finish_reason is not None:
+                self.stop_reason = checker.stop_reason
         if logprobs is not None:
             self.logprobs.extend(logprobs[:num_emitted])
         return num_emitted

@@ -10,8 +10,8 @@ import logging
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, replace
-from itertools import chain
+from dataclasses import dataclass
+from operator import is_
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from specpaged.drafting.draft import NO_DRAFT
 from specpaged.engine.draft_planner import DraftPlanner
 from specpaged.engine.prompt_logprobs import record_prompt_logprobs
 from specpaged.engine.proposal import Reserve, propose
-from specpaged.engine.rounds import ReserveRounds, commit_rounds, run_rounds
+from specpaged.engine.rounds import ReserveRounds, commit_rounds, propose_waiting, run_rounds
 from specpaged.engine.scheduler import ScheduledSequence
 from specpaged.engine.sequence import Sequence
 from specpaged.engine.target_pass import TargetPass, run_target
@@ -45,7 +45,7 @@ class ScoredStep:
     """A step that the target has run over: what there is to verify."""
 
     entries: SequenceOf[ScheduledSequence]
-    drafts: DraftOutput  # of the entries that sample, in order
+    drafts: DraftOutput  # of the entries that sample, in order; of several rounds, none
     sampling: SamplingBatch  # likewise
     logits: (
         Tensor | Argmax | GreedyTokens | None
@@ -57,7 +57,7 @@ class ScoredStep:
     @property
     def num_rounds(self) -> int:
         """Of the target's passes, one after the other, each over what the one before has left."""
-        return 1 if self.rounds is None else len(self.rounds.rounds)
+        return 1 if self.rounds is None else self.rounds.num_rounds
 
     @property
     def sampling_entries(self) -> list[ScheduledSequence]:
@@ -109,6 +109,7 @@ class SpeculativeStep:
         self.verifier = get_verifier(verification, target.model.backend)
         self._sampling_batch = get_sampling_batch(target.model.backend)
         self.noise: Noise = {}  # what the last proposal drew, for the step that verifies it
+        self._sampling: SamplingBatch | None = None  # the last batch, where it serves again
 
     def score(
         self, entries: SequenceOf[ScheduledSequence], takes_argmax: bool = True, takes_rounds: bool = True
@@ -122,19 +123,18 @@ class SpeculativeStep:
         if self.planner is not None:
             self.planner.begin()
         with self.metrics.stage("score"):
-            sampled = [entry for entry in entries if entry.samples]
-            sampling = self.sampling([entry.sequence.sampling_request for entry in sampled])
+            sampling = self.sampling([entry.sequence.sampling_request for entry in entries if entry.samples])
             argmax = takes_argmax and sampling.takes_argmax and not sampling.wants_logprobs
-            drafts = DraftOutput.of([entry.draft for entry in sampled])
             rounds = run_rounds(self, entries) if argmax and takes_rounds else None
-            target_pass = self._run_target(entries, argmax) if rounds is None else (None, {}, {})
+            target_pass = self._run_target(entries, argmax) if rounds is None else None
         if rounds is not None:
-            draft_seconds = sum(of_round.draft_seconds for of_round in rounds.rounds)
+            draft_seconds = rounds.draft_seconds
             self.metrics.seconds["score"] -= draft_seconds
             self.metrics.seconds["propose"] += draft_seconds
             if self.planner is not None and self.planner.clock.tells:
                 self.planner.clock.ran(entries, rounds.rounds)
-            return ScoredStep(entries, drafts, sampling, *target_pass, rounds)
+            return ScoredStep(entries, DraftOutput([], []), sampling, None, {}, {}, rounds)
+        drafts = DraftOutput.of([entry.draft for entry in entries if entry.samples])
         if self.planner is not None and self.planner.clock.tells:
             if self.target.model.device.type == "cuda":  # what follows waits for it anyway
                 torch.cuda.synchronize(self.target.model.device)
@@ -202,7 +202,7 @@ class SpeculativeStep:
             return
         before = self.metrics.seconds["propose"]
         with self.metrics.stage("propose"):
-            self.noise = propose(self, scored, reserve)
+            self.noise = {} if propose_waiting(self, scored) else propose(self, scored, reserve)
         if self.planner is not None and self.planner.clock.tells:
             self.planner.clock.proposed_for(self.metrics.seconds["propose"] - before)
 
@@ -218,8 +218,16 @@ class SpeculativeStep:
             logger.warning("request %r is not forgotten by its drafter:", sequence.request_id, exc_info=True)
 
     def sampling(self, requests: SequenceOf[SamplingRequest]) -> SamplingBatch:
-        """The requests as a batch whose tokens are to be decided; it meets the noise that their drafts have met."""
-        return self._sampling_batch(requests, self.vocab_size, self.target.model.device, self.noise)
+        """The requests as a batch whose tokens are to be decided; it meets the noise that their drafts have met.
+
+        Where each token is its row's most likely one, there is no noise, and so it stays: the same batch serves again.
+        """
+        last = self._sampling
+        if last is not None and len(last.requests) == len(requests) and all(map(is_, last.requests, requests)):
+            return last
+        sampling = self._sampling_batch(requests, self.vocab_size, self.target.model.device, self.noise)
+        self._sampling = sampling if sampling.takes_argmax else None
+        return sampling
 
     def check_integrity(self) -> None:
         """IntegrityError where the tensors of a pool are not as its layout has them."""
@@ -245,7 +253,7 @@ class SpeculativeStep:
         ]
         if not again:
             return verified
-        entries = [replace(sampled[i], draft=NO_DRAFT) for i in again]
+        entries = [sampled[i]._replace(draft=NO_DRAFT) for i in again]
         rescored = self._run_target(entries, argmax=False)
         scored.hidden_states.update(rescored.hidden_states)  # the spoiled ones are nobody's
         drafts = DraftOutput.of([NO_DRAFT] * len(again))
@@ -266,8 +274,8 @@ class SpeculativeStep:
         sequence, k = entry.sequence, entry.num_draft_tokens
         sequence.metrics.rounds += 1
         if k:
-            sequence.metrics.record_draft(k, num_accepted)
-            self.metrics.record_draft(k, num_accepted)
+            sequence.metrics.record_drafts([k], [num_accepted])
+            self.metrics.record_drafts([k], [num_accepted])
         if self.planner is not None:
             self.planner.committed(sequence, token_ids)
         num_emitted = sequence.emit(token_ids, logprobs)
@@ -290,6 +298,6 @@ class SpeculativeStep:
 
 def _output_of(rounds: Rounds) -> VerifyOutput:
     """All rounds as one."""
-    token_ids = [list(chain(*of_rounds)) for of_rounds in zip(*(r.token_ids for r in rounds.rounds), strict=True)]
-    num_accepted = [len(output) - len(rounds.rounds) for output in token_ids]
-    return VerifyOutput(token_ids, num_accepted, [False] * len(token_ids), [None] * len(token_ids))
+    num_seqs = len(rounds.token_ids)
+    num_accepted = [len(token_ids) - rounds.num_rounds for token_ids in rounds.token_ids]
+    return VerifyOutput(rounds.token_ids, num_accepted, [False] * num_seqs, [None] * num_seqs)

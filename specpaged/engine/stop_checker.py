@@ -37,7 +37,8 @@ class StopChecker:
         own_eos = getattr(tokenizer, "eos_token_id", None)
         # vLLM reports no stop_reason for the tokenizer's own eos; other ids of a generation config are stop tokens.
         self._primary_eos = own_eos if own_eos in eos_token_ids else next(iter(eos_token_ids), None)
-        self._stop_ids = tuple({*eos_token_ids, *params.stop_token_ids})
+        self._stop_ids = frozenset({*eos_token_ids, *params.stop_token_ids})
+        self.stop_ids = tuple(self._stop_ids)  # the tokens that may end the sequence
         self._max_tokens = min(params.max_tokens or max_output_tokens, max_output_tokens)
         self._num_tokens = 0
         self._pending: list[int] = []  # tokens that are not in the text yet
@@ -45,10 +46,17 @@ class StopChecker:
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
 
-    @property
-    def stop_ids(self) -> tuple[int, ...]:
-        """The tokens that may end the sequence."""
-        return self._stop_ids
+    def takes(self, token_ids: Sequence[int]) -> bool:
+        """Whether none of these further output tokens can end the sequence: it has been told of all of them, then.
+
+        Where one may, nothing has happened, and they are to be told one by one.
+        """
+        num_tokens = self._num_tokens + len(token_ids)
+        if num_tokens >= self._max_tokens or self._params.stop or not self._stop_ids.isdisjoint(token_ids):
+            return False
+        self._num_tokens = num_tokens
+        self._pending += token_ids
+        return True
 
     def append(self, token_id: int) -> str | None:
         """One more output token; the finish reason if the sequence ends with it."""

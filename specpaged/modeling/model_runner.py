@@ -123,6 +123,7 @@ class ModelRunner:
         draft: ModelRunner | None = None,
         stop_rule: StopRule | None = None,
         lookup: Lookup | None = None,
+        goes_on: bool = False,
     ) -> Rounds:
         """Rounds of these sequences by the most likely tokens, of the first num_ids ids, in one call.
 
@@ -134,7 +135,8 @@ class ModelRunner:
         """
         self._check_threads()
         drafting = None if draft is None else (draft.model.decoder, draft.kv_cache)
-        return self.model.decoder.rounds(rows, self.kv_cache, num_ids, num_rounds, drafting, stop_rule, lookup)
+        decoder = self.model.decoder
+        return decoder.rounds(rows, self.kv_cache, num_ids, num_rounds, drafting, stop_rule, lookup, goes_on)
 
     def _check_threads(self) -> None:
         model = self.model

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 
@@ -30,11 +32,74 @@ class Round(NamedTuple):
     draft_seconds: float  # of all that made its drafts, in the same call
 
 
-class Rounds(NamedTuple):
-    """Rounds one after the other: none, where in the first one a row has no most likely token."""
+class Rounds:
+    """Rounds one after the other, sequence by sequence: none, where in the first one a row has no most likely token.
 
-    rounds: list[Round]
-    draft_context_lens: list[int]  # of each sequence: tokens that the draft model has run, and that stand
+    Three rounds of two sequences, of which the first drafts:
+
+             round 0    round 1       round 2      num_drafts     num_tokens     token_ids
+        A    -> 4       5 6 -> 5 8    9 -> 9 1     0 2 1          1 2 2          4 5 8 9 1
+        B    -> 7       -> 7          -> 3               0 0 0          1 1 1    7 7 3
+
+    Drafts that wait are for the round that would be next, made in the same call.
+    """
+
+    def __init__(self, num_rounds: int, num_seqs: int, found: list[int], beside: array[float], seconds: array[float]):
+        """Of what the call has written: rounds.cpp's Found says how."""
+        self.num_rounds = num_rounds
+        drafted, had = 3 * num_seqs, 3 * num_seqs + num_rounds
+        got = had + num_seqs * num_rounds
+        start = got + num_seqs * num_rounds
+        self.draft_context_lens = found[num_seqs : 2 * num_seqs]  # that the draft model has run, of those that wait too
+        self.num_waiting = found[2 * num_seqs : drafted]
+        self.num_drafted = found[drafted:had]  # in front of each round, in the same call
+        self.num_drafts = found[had:got]
+        self.num_tokens = found[got:start]
+        self.token_ids = []
+        for num_tokens in found[:num_seqs]:
+            self.token_ids.append(found[start : start + num_tokens])
+            start += num_tokens
+        self.num_wanted: list[int] = []  # drafts of each sequence, for each further round, as the host has asked
+        self.seconds = seconds  # of each round's target pass, and of what made its drafts, by turns; waiting ones' too
+        self._drafts, self._evidence = found[start:], beside
+
+    @property
+    def draft_seconds(self) -> float:
+        """Of all that made drafts."""
+        return sum(self.seconds[1::2])
+
+    @property
+    def num_unverified(self) -> list[int]:
+        """Drafts of each round, of all sequences together."""
+        return [sum(self.num_drafts[i :: self.num_rounds]) for i in range(self.num_rounds)]
+
+    def drop_waiting(self) -> None:
+        """Nobody takes the drafts that wait."""
+        self.num_waiting = [0] * len(self.num_waiting)
+
+    def waiting(self) -> list[tuple[list[int], list[float]]]:
+        """The drafts of each sequence that wait, and what is known of them, as `Round.evidence` has it."""
+        waiting, start = [], sum(self.num_drafts)
+        for count in self.num_waiting:
+            end = start + count
+            waiting.append((self._drafts[start:end], self._evidence[start:end].tolist()))
+            start = end
+        return waiting
+
+    @cached_property
+    def rounds(self) -> list[Round]:
+        """Round by round, for whoever looks at single ones."""
+        rounds = [Round([], [], [], made, *self.seconds[2 * i : 2 * i + 2]) for i, made in enumerate(self.num_drafted)]
+        drafts_end, counts = 0, zip(self.num_drafts, self.num_tokens, strict=True)
+        for token_ids in self.token_ids:
+            tokens_end = 0
+            for of_round, (num_drafts, num_tokens) in zip(rounds, counts, strict=False):
+                drafts_start, drafts_end = drafts_end, drafts_end + num_drafts
+                tokens_start, tokens_end = tokens_end, tokens_end + num_tokens
+                of_round.drafts.append(self._drafts[drafts_start:drafts_end])
+                of_round.evidence.append(self._evidence[drafts_start:drafts_end].tolist())
+                of_round.token_ids.append(token_ids[tokens_start:tokens_end])
+        return rounds
 
 
 class Lookup(NamedTuple):

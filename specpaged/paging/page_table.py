@@ -121,6 +121,29 @@ class PageTable:
         num_kept = -(-(max(context_lens) if len(context_lens) > 1 else num_tokens) // self.block_size)
         return self._drop(num_kept) if num_kept < len(self.blocks) else 0
 
+    def settle(self, context_lens: Sequence[int], num_slots: int = 0) -> int:
+        """From now on each pool has valid KV of so many tokens: `advance` or `truncate` of all of them at once.
+
+        Blocks that neither a pool nor num_slots tokens need are freed. Returns how many. ValueError as of the two.
+        """
+        before, blocks, size = self.context_lens, self.blocks, self.block_size
+        longest, valid = max(context_lens), before[TARGET]
+        if len(context_lens) != len(before) or min(context_lens) < 0 or longest > len(blocks) * size:
+            raise ValueError(
+                f"context_lens must be {len(before)} in 0..{self.capacity}, the capacity, got {list(context_lens)}"
+            )
+        num_kept = -(-longest // size)
+        if longest > valid:
+            for block in self._allocator.check_writable(blocks[valid // size : num_kept]):
+                self._allocator.uncache(block)
+        for pool, context_len in enumerate(context_lens):
+            if context_len < self.num_published[pool] * size:
+                self.num_published[pool], self.published_tails[pool] = 0, None
+        before[:] = context_lens
+        if num_slots > longest:
+            num_kept = -(-num_slots // size)
+        return self._drop(num_kept) if num_kept < len(blocks) else 0
+
     def fork(self, num_tokens: int) -> tuple[PageTable, list[tuple[int, int]]]:
         """A child with the first num_tokens tokens, as far as each pool of this one has them, and the blocks to copy.
 

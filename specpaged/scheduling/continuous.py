@@ -80,17 +80,17 @@ class ContinuousScheduler:
         forks: list[tuple[int, int]] = []
         self._preempted = []
         candidates = self._candidates()
-        prefill_budget = self._prefill_budget(candidates)
+        missing = list(map(self._num_missing, candidates))
+        prefill_budget = self._prefill_budget(candidates, missing)
 
-        for sequence in candidates:
+        for sequence, num_missing in zip(candidates, missing, strict=True):
             if sequence.status is not SequenceStatus.RUNNING:
                 continue  # preempted just now, for an older one
-            missing = self._num_missing(sequence)
-            count = missing if missing == 1 else min(missing, prefill_budget)
+            count = 1 if num_missing == 1 else min(num_missing, prefill_budget)
             if count == 0 or not self._reserve(sequence, count):
                 continue
             num_new_tokens[sequence] = count
-            prefill_budget -= count if missing > 1 else 0
+            prefill_budget -= count if num_missing > 1 else 0
 
         while self.waiting and self._has_room(len(num_new_tokens)) and prefill_budget > 0 and not self._preempted:
             sequence = self.waiting[0]
@@ -138,34 +138,39 @@ class ContinuousScheduler:
         for sequence, share in zip(sequences, shares, strict=True):
             k = min(share, budget)
             budget -= k
-            further = (num_rounds - 1) * (k + 1)
-            most = min(len(sequence.draft.token_ids) + further, self._num_useful_draft_tokens(sequence))
+            further = len(sequence.draft.token_ids) + (num_rounds - 1) * (k + 1)
+            most = min(further, self._num_useful_draft_tokens(sequence))
             reserved.append((k, 1 + (self._reserve_draft(sequence, most) if most > 0 else 0)))
         return reserved
 
     def _draft_shares(self, sequences: SequenceOf[Sequence], wanted: SequenceOf[int] | None) -> tuple[list[int], int]:
         """How many drafts each sequence may have, and how many all of them may."""
-        batch_size = min(self.max_num_seqs, len(self) - sum(sequence.has_ended for sequence in self.running))
+        num_ended = sum([sequence.has_ended for sequence in self.running])
+        batch_size = min(self.max_num_seqs, len(self) - num_ended)
+        budget = self.max_num_batched_tokens - batch_size
         if wanted is None:
             configured = self.speculative_config.num_draft_tokens(batch_size) if self.speculative_config else 0
             wanted = [configured] * len(sequences)
-        shares = [min(k, sequence.max_draft_tokens) for sequence, k in zip(sequences, wanted, strict=True)]
-        return shares, self.max_num_batched_tokens - batch_size
+        if not any(wanted):
+            return wanted, budget
+        return [min(k, sequence.max_draft_tokens) for sequence, k in zip(sequences, wanted, strict=True)], budget
 
     @staticmethod
     def _reserve_draft(sequence: Sequence, k: int) -> int:
         """Slots for k drafts behind the known tokens, or for as many as the last block still holds."""
-        table = sequence.page_table
+        table, num_tokens = sequence.page_table, len(sequence.token_ids)
         try:
-            table.reserve(sequence.num_tokens + k)
+            table.reserve(num_tokens + k)
         except OutOfBlocksError:
-            return max(0, min(k, table.capacity - sequence.num_tokens))
+            return max(0, min(k, table.capacity - num_tokens))
         return k
 
-    def _prefill_budget(self, candidates: list[Sequence]) -> int:
+    def _prefill_budget(self, candidates: list[Sequence], missing: list[int]) -> int:
         """Tokens of the step for prompts: they leave one to everybody who decodes, and up to half of the rest to
-        drafts."""
-        decoding = [sequence for sequence in candidates if self._num_missing(sequence) == 1]
+        drafts. None where all decode, and nobody waits."""
+        if not self.waiting and missing.count(1) == len(missing):
+            return 0
+        decoding = [sequence for sequence, count in zip(candidates, missing, strict=True) if count == 1]
         budget = self.max_num_batched_tokens - len(decoding)
         num_draft_tokens = sum(len(sequence.draft.token_ids) for sequence in decoding)
         return max(1, budget - min(budget // 2, num_draft_tokens))
@@ -181,7 +186,7 @@ class ContinuousScheduler:
     @staticmethod
     def _num_missing(sequence: Sequence) -> int:
         """Known tokens without KV: one while decoding, more in prefill and after a preemption."""
-        return sequence.num_tokens - sequence.page_table.context_lens[TARGET]
+        return len(sequence.token_ids) - sequence.page_table.context_lens[TARGET]
 
     def _reserve(self, sequence: Sequence, count: int) -> bool:
         """Slots for `count` more tokens, taken from younger sequences if need be; False: it gave up its own."""
@@ -280,17 +285,19 @@ class ContinuousScheduler:
         entries = []
         for sequence, count in num_new_tokens.items():
             context_len = sequence.page_table.context_lens[TARGET]
-            draft = sequence.draft.cut(budget)
-            budget -= len(draft.token_ids)
-            samples = context_len + count == sequence.num_tokens
+            draft = sequence.draft
+            if draft is not NO_DRAFT:
+                draft = draft.cut(budget)
+                budget -= len(draft.token_ids)
+            samples = context_len + count == len(sequence.token_ids)
             entries.append(ScheduledSequence(sequence, context_len, count, samples, draft))
         return tuple(entries)
 
     def _num_useful_draft_tokens(self, sequence: Sequence) -> int:
         """Drafts that could still be emitted, one token of the round being the target's own."""
-        room = self.max_model_len - sequence.num_tokens
-        if sequence.params.max_tokens is not None:
-            room = min(room, sequence.params.max_tokens - len(sequence.output_token_ids))
+        room, most = self.max_model_len - len(sequence.token_ids), sequence.params.max_tokens
+        if most is not None:
+            room = min(room, most - len(sequence.output_token_ids))
         return room - 1
 
     def check_integrity(self) -> None:

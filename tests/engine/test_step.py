@@ -231,7 +231,7 @@ def test_drafts_that_a_host_brings_are_rolled_back_as_a_sequences_own(toy_pair, 
     def with_drafts(entry):
         right = expected[int(entry.sequence.request_id)][len(entry.sequence.output_token_ids) :]
         entry.sequence.page_table.reserve(entry.num_known + 3)
-        return replace(entry, draft=Draft([*right[:1], 5, 6]))
+        return entry._replace(draft=Draft([*right[:1], 5, 6]))
 
     def bring_drafts():
         scheduled = schedule()

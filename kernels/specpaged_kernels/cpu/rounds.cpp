@@ -67,7 +67,12 @@ struct Decoding {
     int64_t rule_row = -1;    // its own in the rule, if it has one
     bool has_ended = false;  // no more may come, or a stop id has
 
+    // Of each round so far: drafts that were made for it, those that it had, tokens that it got. And all that it had.
+    std::vector<int64_t> made, had, got, verified;
+    std::vector<float> evidence_of_verified;
+
     int64_t num_tokens() const { return start + int64_t(known.size()); }
+    int64_t num_new() const { return int64_t(known.size()) - num_known; }
 };
 
 inline int read_decoding(const int64_t* ints, int64_t num_ints, int64_t num_seqs, std::vector<Decoding>* sequences) {
@@ -97,22 +102,6 @@ inline int read_decoding(const int64_t* ints, int64_t num_ints, int64_t num_seqs
     return ints == end ? OK : TOKEN_IDS;
 }
 
-// What the rounds come to, one after the other and of each sequence in turn: how many drafts were made for it, how many
-// of them it had, how many tokens it has got, its drafts, and its tokens. Beside each of these ints is a float: of a draft that was made here, its
-// log-softmax, or how long the match was.
-struct Found {
-    int64_t* ints;
-    float* floats;
-    int64_t room;
-
-    bool add(int64_t value, float beside = 0.0f) {
-        if (room-- < 1) return false;
-        *ints++ = value;
-        *floats++ = beside;
-        return true;
-    }
-};
-
 class Rounds {
 public:
     Rounds(const Model& target, const Model* draft, const StopRule* rule, const Lookup* lookup, int64_t num_ids,
@@ -129,7 +118,7 @@ public:
 
     // Runs the target, and keeps what stands; not where a row has no most likely token: `is_ok` is false then, and all
     // is as it was.
-    int verify(Found* found, bool* is_ok) {
+    int verify(bool* is_ok) {
         ints_.clear();
         int64_t num_rows = 0;
         for (const Decoding& s : sequences_) {
@@ -156,11 +145,9 @@ public:
         }
         row = 0;
         for (size_t i = 0; i < sequences_.size(); ++i) {
-            if (!keep(&sequences_[i], &token_ids_[size_t(row)], num_kept[i], found)) return TOKEN_IDS;
-            row += 1 + int64_t(sequences_[i].drafts.size());
-            sequences_[i].drafts.clear();
-            sequences_[i].evidence.clear();
-            sequences_[i].num_drafted = 0;
+            const int64_t num_rows = 1 + int64_t(sequences_[i].drafts.size());
+            keep(&sequences_[i], &token_ids_[size_t(row)], num_kept[i]);
+            row += num_rows;
         }
         return OK;
     }
@@ -183,6 +170,19 @@ public:
     }
     bool wants_drafts() const {
         return std::any_of(sequences_.begin(), sequences_.end(), [](const Decoding& s) { return s.num_wanted > 0; });
+    }
+    // Drafts for the round that would be next, of those who go on. Where that fails, there are none.
+    int draft_ahead() {
+        for (Decoding& s : sequences_)
+            if (s.has_ended) s.num_wanted = 0;
+        return draft();
+    }
+    // Behind the last round: drafts wait, or there are none.
+    void leave(bool drafts_wait) {
+        for (Decoding& s : sequences_) {
+            if (!drafts_wait) drop_drafts(&s);
+            s.draft_context = std::min(s.draft_context, s.num_tokens() - 1 + int64_t(s.drafts.size()));
+        }
     }
 
 private:
@@ -234,20 +234,28 @@ private:
     }
 
     // Appends what was found: the drafts that stand, and the token behind them.
-    static bool keep(Decoding* s, const int64_t* found_ids, int64_t num_accepted, Found* found) {
-        const int64_t num_drafts = int64_t(s->drafts.size()), count = num_accepted + 1;
-        bool has_room = found->add(s->num_drafted) && found->add(num_drafts) && found->add(count);
-        for (size_t i = 0; i < s->drafts.size(); ++i)
-            has_room = has_room && found->add(s->drafts[i], i < s->evidence.size() ? s->evidence[i] : 0.0f);
+    static void keep(Decoding* s, const int64_t* found_ids, int64_t num_accepted) {
+        const int64_t count = num_accepted + 1;
+        s->made.push_back(s->num_drafted);
+        s->had.push_back(int64_t(s->drafts.size()));
+        s->got.push_back(count);
+        s->verified.insert(s->verified.end(), s->drafts.begin(), s->drafts.end());
+        s->evidence.resize(s->drafts.size());  // the host keeps that of its own drafts
+        s->evidence_of_verified.insert(s->evidence_of_verified.end(), s->evidence.begin(), s->evidence.end());
+        drop_drafts(s);
         for (int64_t i = 0; i < count; ++i) {
-            has_room = has_room && found->add(found_ids[i]);
             s->known.push_back(found_ids[i]);
             s->has_ended |= std::count(s->stop_ids, s->stop_ids + s->num_stop_ids, found_ids[i]) > 0;
         }
         s->draft_context = std::min(s->draft_context, s->num_tokens() - 1);
         s->most -= count;
         s->has_ended |= s->most < 1;
-        return has_room;
+    }
+
+    static void drop_drafts(Decoding* s) {
+        s->drafts.clear();
+        s->evidence.clear();
+        s->num_drafted = 0;
     }
 
     // The head of a greedy.cpp's Sequence, and those of its tokens that are known.
@@ -276,17 +284,69 @@ private:
     std::vector<float> logprobs_;
 };
 
+// What rounds come to, in ints one after the other:
+//
+//   [sequences]           tokens that came, tokens that the draft model has run, drafts that wait for the next round
+//   [rounds]              drafts that were made in front of each, for all sequences together
+//   [sequences, rounds]   drafts that a round had
+//   [sequences, rounds]   tokens that it got
+//   [...]                 of each sequence the tokens that came, then of each the drafts that its rounds had, then of
+//                         each those that wait
+//
+// and of all these drafts what was known, in floats: the log-softmax, or how long the match was.
+class Found {
+public:
+    Found(int64_t* ints, float* floats, int64_t room) : first_(ints), ints_(ints), floats_(floats), room_(room) {}
+
+    // Returns a Status.
+    int write(const std::vector<Decoding>& sequences, int64_t num_rounds, int64_t* num_written) {
+        for (const Decoding& s : sequences) add(s.num_new());
+        for (const Decoding& s : sequences) add(s.draft_context);
+        for (const Decoding& s : sequences) add(int64_t(s.drafts.size()));
+        for (size_t i = 0; i < size_t(num_rounds); ++i) {
+            int64_t num_made = 0;
+            for (const Decoding& s : sequences) num_made += s.made[i];
+            add(num_made);
+        }
+        for (const Decoding& s : sequences) add(s.had);
+        for (const Decoding& s : sequences) add(s.got);
+        for (const Decoding& s : sequences)
+            for (size_t i = size_t(s.num_known); i < s.known.size(); ++i) add(s.known[i]);
+        for (const Decoding& s : sequences) add(s.verified, s.evidence_of_verified);
+        for (const Decoding& s : sequences) add(s.drafts, s.evidence);
+        *num_written = ints_ - first_;
+        return room_ < 0 ? TOKEN_IDS : OK;
+    }
+
+private:
+    void add(int64_t value) {
+        if (--room_ >= 0) *ints_++ = value;
+    }
+    void add(const std::vector<int64_t>& values) {
+        for (const int64_t value : values) add(value);
+    }
+    void add(const std::vector<int64_t>& drafts, const std::vector<float>& evidence) {
+        add(drafts);
+        if (room_ >= 0) floats_ = std::copy(evidence.begin(), evidence.end(), floats_);
+    }
+
+    int64_t *const first_, *ints_;
+    float* floats_;
+    int64_t room_;
+};
+
 }  // namespace
 
 // As many rounds as `num_rounds`, or fewer: up to the one in which a sequence ends, or before one in which a row has no
-// most likely token. Written are `num_done`; what rounds come to, as Found says, into `found` and `beside` [room]; how
-// many tokens the draft model has run of each sequence; and `seconds` [num_rounds, 2] of the target's passes and of the
-// drafting before them. Nobody wants drafts, or `draft` makes them, with a rule if there is one, for those that want
-// drafts, or, with a `longest` above 0, a Lookup. Returns a Status: of what the first round lacks.
+// most likely token. Nobody wants drafts, or `draft` makes them, with a rule if there is one, for those that want
+// drafts, or, with a `longest` above 0, a Lookup. If the host `goes_on`, those of the round that would be next are made
+// as well, for the sequences that have not ended. Written are `num_done`; what rounds come to, as Found says, into
+// `found` and `beside` [room], of which `num_written` are ints; and `seconds` [num_rounds + 1, 2] of the target's passes
+// and of the drafting before them. Returns a Status: of what the first round lacks.
 extern "C" int rounds(const Model* target, const Model* draft, const StopRule* rule, int64_t shortest, int64_t longest,
-                      int64_t num_ids, int64_t num_rounds, const int64_t* ints, int64_t num_ints, int64_t num_seqs,
-                      int64_t* found_ints, float* beside, int64_t room, int64_t* draft_contexts, double* seconds,
-                      int64_t* num_done) {
+                      int64_t num_ids, int64_t num_rounds, int64_t goes_on, const int64_t* ints, int64_t num_ints,
+                      int64_t num_seqs, int64_t* found, float* beside, int64_t room, double* seconds, int64_t* num_done,
+                      int64_t* num_written) {
     return guarded([&]() -> int {
         std::vector<Decoding> sequences;
         const int status = read_decoding(ints, num_ints, num_seqs, &sequences);
@@ -300,17 +360,18 @@ extern "C" int rounds(const Model* target, const Model* draft, const StopRule* r
             *taken = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
             return status;
         };
-        Found found = {found_ints, beside, room};
         for (*num_done = 0; *num_done < num_rounds && !rounds.has_one_ended(); ++*num_done) {
             double* const taken = seconds + 2 * *num_done;
             const auto drafting = [&] { return *num_done ? rounds.draft() : int(OK); };
             if (timed(taken + 1, drafting) != OK) break;  // the host's own drafting will say why
             bool is_ok = false;
-            const int status = timed(taken, [&] { return rounds.verify(&found, &is_ok); });
+            const int status = timed(taken, [&] { return rounds.verify(&is_ok); });
             if (status != OK && !*num_done) return status;
             if (status != OK || !is_ok) break;
         }
-        for (const Decoding& s : sequences) *draft_contexts++ = std::min(s.draft_context, s.num_tokens() - 1);
-        return OK;
+        const bool is_whole = *num_done == num_rounds || rounds.has_one_ended();
+        const auto drafting = [&] { return rounds.draft_ahead(); };
+        rounds.leave(goes_on && is_whole && timed(seconds + 2 * *num_done + 1, drafting) == OK);
+        return Found(found, beside, room).write(sequences, *num_done, num_written);
     });
 }

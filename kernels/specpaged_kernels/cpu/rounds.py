@@ -23,7 +23,7 @@ def function() -> object:
         POINTER,
         POINTER,
         POINTER,
-        *[SIZE] * 4,
+        *[SIZE] * 5,
         POINTER,
         SIZE,
         SIZE,

@@ -20,7 +20,7 @@ from specpaged.modeling.flat.row_wise import CppGate
 from specpaged.modeling.forward_output import ForwardOutput, ForwardRequest, GreedyTokens, HiddenStates
 from specpaged.modeling.linear import CPP_ROWS, CppKernel, FastLinear, RowExactLinear
 from specpaged.modeling.ragged_batch import RaggedBatch, RaggedRow
-from specpaged.modeling.rounds import DecodingRow, Lookup, Round, Rounds
+from specpaged.modeling.rounds import DecodingRow, Lookup, Rounds
 from specpaged.paging.kv_cache import PagedKVCache
 from specpaged.speculation.stop_rule import StopRule
 from specpaged_kernels.cpu import decoder as kernel
@@ -45,6 +45,7 @@ class CppDecoder(nn.Module):
         self._greedy_address = ctypes.cast(self._greedy_function, ctypes.c_void_p).value
         self._seen: list[tuple[weakref.ref, int]] = []  # the pools of the last pass, and their addresses
         self._geometries: dict[tuple[int, int, int], Pass] = {}  # on these pools
+        self._models: dict[int, rounds_kernel.Model] = {}  # by the id of a geometry, one of these
         self._layers = (kernel.Layer * len(decoder.layers))()
         for layer, part in zip(self._layers, decoder.layers, strict=True):
             for name in kernel.LAYER_WEIGHTS:
@@ -159,54 +160,47 @@ class CppDecoder(nn.Module):
         draft: tuple[CppDecoder, PagedKVCache] | None,
         stop_rule: StopRule | None,
         lookup: Lookup | None,
+        goes_on: bool,
     ) -> Rounds:
         """What ModelRunner.rounds says."""
         ints: list[int] = []
-        room = 0
-        for row in rows:
+        num_seqs = len(rows)
+        room = num_rounds + num_seqs * (3 + 2 * num_rounds)
+        for token_ids, start, draft_context_len, drafts, num_draft_tokens, most_tokens, stop_ids, blocks in rows:
             ints += (
-                len(row.token_ids), row.start, row.draft_context_len, len(row.draft), row.num_draft_tokens,
-                row.most_tokens, len(row.stop_ids), len(row.blocks),
+                len(token_ids), start, draft_context_len, len(drafts), num_draft_tokens, most_tokens, len(stop_ids),
+                len(blocks),
             )  # fmt: skip
-            ints += row.token_ids
-            ints += row.draft
-            ints += row.stop_ids
-            ints += row.blocks
-            room += 3 * num_rounds + row.most_tokens + num_rounds * max(len(row.draft), row.num_draft_tokens)
+            ints += token_ids
+            ints += drafts
+            ints += stop_ids
+            ints += blocks
+            room += most_tokens + len(drafts) + num_rounds * num_draft_tokens
         asked, found, beside = array("q", ints), array("q", bytes(8 * room)), array("f", bytes(4 * room))
-        context_lens, seconds = array("q", bytes(8 * len(rows))), array("d", bytes(16 * num_rounds))
-        num_done = ctypes.c_int64()
+        del ints  # behind the call, nothing of it is in the caches
+        seconds = array("d", bytes(16 * (num_rounds + 1)))
+        num_done, num_written = ctypes.c_int64(), ctypes.c_int64()
         target = self._model(kv_cache)
         drafting = None if draft is None else draft[0]._model(draft[1])
         rule = None if stop_rule is None else _stop_rule(stop_rule)
         shortest, longest = (0, 0) if lookup is None else lookup
         status = rounds_kernel.function()(
             ctypes.addressof(target), None if drafting is None else ctypes.addressof(drafting),
-            None if rule is None else ctypes.addressof(rule), shortest, longest, num_ids, num_rounds,
-            asked.buffer_info()[0], len(asked), len(rows), found.buffer_info()[0], beside.buffer_info()[0], room,
-            context_lens.buffer_info()[0], seconds.buffer_info()[0], ctypes.addressof(num_done),
+            None if rule is None else ctypes.addressof(rule), shortest, longest, num_ids, num_rounds, goes_on,
+            asked.buffer_info()[0], len(asked), num_seqs, found.buffer_info()[0], beside.buffer_info()[0], room,
+            seconds.buffer_info()[0], ctypes.addressof(num_done), ctypes.addressof(num_written),
         )  # fmt: skip
         check_status(status)
-        rounds, start = [], 0
-        values = found.tolist()
-        for i in range(num_done.value):
-            drafts, evidence, token_ids, total_drafted = [], [], [], 0
-            for _ in rows:
-                num_drafted, num_drafts, num_tokens = values[start : start + 3]
-                total_drafted += num_drafted
-                drafts_end = start + 3 + num_drafts
-                drafts.append(values[start + 3 : drafts_end])
-                evidence.append(beside[start + 3 : drafts_end].tolist() if num_drafts else [])
-                start = drafts_end + num_tokens
-                token_ids.append(values[drafts_end:start])
-            rounds.append(Round(drafts, evidence, token_ids, total_drafted, *seconds[2 * i : 2 * i + 2]))
-        return Rounds(rounds, context_lens.tolist())
+        return Rounds(num_done.value, num_seqs, found[: num_written.value].tolist(), beside, seconds)
 
     def _model(self, kv_cache: PagedKVCache) -> rounds_kernel.Model:
         """This decoder on these pools, which it keeps."""
         pools, geometry = self._pools(kv_cache.layers), self._geometry(kv_cache)
-        addresses = map(ctypes.addressof, (self._struct, geometry, pools))
-        return rounds_kernel.Model(self._greedy_address, *addresses)
+        model = self._models.get(id(geometry))
+        if model is None:
+            addresses = map(ctypes.addressof, (self._struct, geometry, pools))
+            model = self._models[id(geometry)] = rounds_kernel.Model(self._greedy_address, *addresses)
+        return model
 
     def _pools(self, kv_layers: Sequence[Tensor]) -> ctypes.Array:
         """Their addresses. They are looked at once, and again when they are others."""
@@ -218,7 +212,7 @@ class CppDecoder(nn.Module):
             kv_dtype = kv_layers[0].dtype if kv_layers[0].dtype in STORAGE else self.decoder.dtype
             for pool in kv_layers:
                 check_tensor("kv_layers", pool, shape, kv_dtype)
-            self._num_slots, self._kv_dtype, self._geometries = num_slots, kv_dtype, {}
+            self._num_slots, self._kv_dtype, self._geometries, self._models = num_slots, kv_dtype, {}, {}
             self._seen = [(weakref.ref(pool), pool.data_ptr()) for pool in kv_layers]
             self._addresses = (ctypes.c_void_p * len(self._layers))(*(address for _, address in self._seen))
         return self._addresses
