@@ -82,7 +82,8 @@ class DraftPlanner:
         """
         plan = self._plan
         counts = plan.num_draft_tokens
-        if sequences != self._sequences or (self._selects and plan.stop_rule is None and any(counts)):
+        asks = plan.tries_rows or (self._selects and plan.stop_rule is None and any(counts))
+        if asks or sequences != self._sequences:
             return 1, [], None
         most = self.most_rounds[any(counts)]
         return max(1, min(most, self._good_for - self._age)), list(counts), plan.stop_rule

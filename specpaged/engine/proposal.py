@@ -40,6 +40,11 @@ def propose(step: SpeculativeStep, scored: ScoredStep, reserve: Reserve) -> Nois
     looking = [going_on[i] for i in plan.looks_back if not counts[i]]
     if step.planner is not None and not (any(counts) or looking or scored.hidden_states or step.follows_target):
         return {}  # plain decoding
+    if plan.tries_rows:
+        for sequence, count in zip(going_on, counts, strict=True):
+            sequence.draft = Draft(sequence.token_ids[-1:] * count)
+        step.metrics.proposed_tokens += sum(counts)
+        return {}
     num_draft_tokens = dict(zip(going_on, counts, strict=True))
     looking_back = set(looking)
     drafting = [sequence for sequence in going_on if num_draft_tokens[sequence]]
@@ -91,6 +96,8 @@ def _plan(
         counts = reserve(going_on, None)
         return Plan(counts), counts
     plan = step.planner.plan(going_on, num_rounds) if going_on else Plan([])
+    if plan.tries_rows and (step.agree is not None or step.drafter.hidden_states is not None):
+        plan = Plan([0] * len(going_on))  # ranks agree on no more than counts; and heads follow in every step
     if plan.stop_rule is not None and (step.agree is not None or not _takes_argmax(going_on, plan)):
         plan = replace(plan, num_draft_tokens=list(plan.without_rule), stop_rule=None)
     if step.agree is not None and going_on:

@@ -66,7 +66,7 @@ class AdaptiveController(MeasuringController):
         self._asked = 0  # when what could pay was asked anew
         self._context = 0.0  # tokens that the sequences of the last plan had in the mean
         self._times_of: dict[tuple[int, int, int], StepTimes] = {}  # by batch size and the costs' rounds
-        self._is_drafting = False
+        self._is_drafting = self._was_trial = False
         self._counts: list[int] = []  # of the last plan
         self._planned = _PLANNED  # steps that it was good for
         self._unseen: dict[Hashable, int] = {}  # drafts to verify of each sequence, where they come for nothing
@@ -78,6 +78,11 @@ class AdaptiveController(MeasuringController):
     @override
     def plan(self, candidates: Sequence[Candidate], num_steps: int = 1) -> Plan:
         self._age += 1
+        if self._was_trial:  # what it has shown is to be known at once
+            self._was_trial = False
+            self.costs.target.expire_table()
+            self._times_of.clear()
+            self._paying.clear()
         self._context = sum([c.context_len for c in candidates]) / len(candidates)
         nothing = [0] * len(candidates)
         looking = LOOKING if self._is_drafting else self._share_of_looking(candidates)
@@ -103,7 +108,13 @@ class AdaptiveController(MeasuringController):
         if was_drafting and self._is_drafting:
             tried = self.trials.next(counts, self._speed(len(candidates), rate), num_steps)
             if tried is not None:
+                self._was_trial = True
                 return Plan(tried, num_steps=TRIAL_STEPS, is_trial=True)
+        if not self._is_drafting and self.by_evidence:
+            tried = self._rows_to_try(candidates, logits, num_steps * plain_seconds)
+            if tried is not None:
+                self._was_trial = True
+                return Plan(tried, num_steps=TRIAL_STEPS, is_trial=True, tries_rows=True)
         stop_rule, without_rule = None, counts
         if self._is_drafting and self.by_evidence and self.stops:
             may_stop = self._may_stop(len(candidates))
@@ -231,6 +242,25 @@ class AdaptiveController(MeasuringController):
             proposal_seconds=self.costs.proposal(0) / self.costs.drafting_rounds,
             plain_seconds=times.plain / worth,
         )
+
+    def _rows_to_try(
+        self, candidates: Sequence[Candidate], logits: Sequence[float], seconds: float
+    ) -> list[int] | None:
+        """So many drafts of each, where it should be found out what passes with drafts take."""
+        num_seqs = len(candidates)
+
+        def hopeful(by: float) -> list[int]:
+            chances = self._chances(candidates, logits)
+            times = self._times(num_seqs, sum(map(len, chances)))
+            passes = (times.first, times.later)
+            return select(chances, times.verify, passes, plain_seconds=math.exp(by) * times.plain).counts
+
+        def price(num_rows: int) -> float:
+            times = self._times(num_seqs, num_rows)
+            return TRIAL_STEPS * (times.verify[num_rows] - times.plain)
+
+        counts = self.trials.next_rows(num_seqs, seconds, hopeful, price)
+        return None if counts is None else [min(count, c.most) for count, c in zip(counts, candidates, strict=True)]
 
     def _speed(self, num_seqs: int, tokens_per_second: float) -> float:
         """That rate over plain decoding's of so many sequences, as it is believed to be."""

@@ -40,6 +40,7 @@ class Plan:
     without_rule: Sequence[int] = ()  # the drafts of each candidate where nobody asks the rule
     num_steps: int = 1  # that it is good for, as long as the candidates are the same; but for its looks
     is_trial: bool = False  # what its steps take is to be told, but for the first one's
+    tries_rows: bool = False  # it is a trial of the target's passes alone: any tokens will do as drafts
 
 
 class Controller(Protocol):

@@ -89,6 +89,10 @@ class PassSeconds:
             self._table = [0.0] + [self.of_rows(n) for n in range(1, max(most_rows + 1, len(self._table)))]
         return self._table
 
+    def expire_table(self) -> None:
+        """The next `table` is to be one of what is known by then."""
+        self._num_learned = _STALE
+
     def move(self, logarithms: Sequence[float]) -> None:
         """Each node by one of them."""
         self._num_learned += 1
@@ -109,7 +113,7 @@ class PassSeconds:
         self.per_kv_token *= factor
         self.per_row_and_kv_token *= factor
         self.per_further_kv_token *= factor
-        self._num_learned = _STALE
+        self.expire_table()
 
     def __str__(self) -> str:
         """'1.2 1.3 2.4 8.1': milliseconds by row counts."""

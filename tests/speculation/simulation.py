@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from specpaged.speculation.acceptance import logit
 from specpaged.speculation.controller import Candidate, Controller, Plan
@@ -60,6 +60,7 @@ class Simulation:
     num_rounds: int = 1  # in a call: of all but the first one, a rule selects the drafts, if there is one
     seconds: float = 0.0
     looking: float = 0.0  # seconds that went into looking back
+    trying: float = 0.0  # and into rows that were tried
     num_draft_tokens: int = 0
     num_verified: int = 0
     num_steps: int = 0
@@ -89,12 +90,15 @@ class Simulation:
         controller, rng, num_seqs = self.controller, self.rng, self.num_seqs
         candidates = [Candidate(i, self.most, self.lag[i], self.lag[i] - 1, 100) for i in range(num_seqs)]
         if self.num_steps - self.planned < self.plan.num_steps:  # it is good for some steps, but for its looks
-            plan = Plan(self.plan.num_draft_tokens, (), self.plan.stop_rule)
+            plan = replace(self.plan, looks_back=())
         else:
             plan = controller.plan(candidates, max(1, self.num_steps - self.planned))
             self.planned = self.num_steps
             self.plan = plan
         self.num_steps += 1
+        if plan.tries_rows:
+            self.try_rows(plan.num_draft_tokens)
+            return
         drafting = [i for i in range(num_seqs) if plan.num_draft_tokens[i]]
         probabilities: list[list[float]] = [[] for _ in range(num_seqs)]
         chances = [1.0] * len(drafting)
@@ -132,6 +136,17 @@ class Simulation:
             self.lag[i] = 1 if i in drafting else 1 + emitted if i in plan.looks_back else self.lag[i] + emitted
         self.num_draft_tokens += sum(map(len, probabilities))
         self.num_verified += sum(verified)
+
+    def try_rows(self, counts: Sequence[int]) -> None:
+        """A plain step with more rows in it."""
+        shape = PassShape(self.num_seqs + sum(counts), self.num_seqs)
+        before = self.seconds
+        self.spend(self.truth.target.of(shape), lambda s: self.controller.observe_target(shape, s))
+        self.trying += self.seconds - before - self.truth.target.of(PassShape(self.num_seqs, self.num_seqs))
+        self.spend(self.truth.seconds_per_step, lambda s: self.controller.observe_rest(s, self.num_seqs))
+        for i in range(self.num_seqs):
+            self.num_tokens[i] += 1
+            self.lag[i] += 1
 
     def propose(self, plan: Plan, rows_of_passes: list[int]) -> None:
         """Who looks back does so in the first pass."""

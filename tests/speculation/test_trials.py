@@ -41,4 +41,31 @@ def test_a_gain_that_is_in_doubt_is_not_taken():
         if not in_doubt:
             errors = controller.costs.errors
             errors._covariance = [[0.0] * len(row) for row in errors._covariance]
-        assert any(controller.plan([Candidate(i, 8) for i in range(8)], 1).num_draft_tokens) != in_doubt
+        for _ in range(2):  # at first there are no plain steps that others could be compared with
+            plan = controller.plan([Candidate(i, 8) for i in range(8)], 1)
+        assert plan.tries_rows == in_doubt  # so that it is known the next time
+        assert (any(plan.num_draft_tokens) and not plan.is_trial) != in_doubt
+
+
+def test_rows_are_tried_once_of_every_size_and_then_when_there_is_time_as_long_as_they_might_pay():
+    errors = costs(0.15).errors
+    trials = Trials(errors)
+    asked = []
+
+    def next_rows(num_seqs, seconds):
+        return trials.next_rows(
+            num_seqs, seconds, lambda by: asked.append(by) or [3, 0] * (num_seqs // 2), lambda num_rows: 1e-3 * num_rows
+        )
+
+    assert next_rows(4, 0.0) is None
+    assert next_rows(4, 0.0) == [2, 1, 2, 1]
+    assert asked == [2 * errors.doubt(4, 12)]
+    assert next_rows(16, 0.0) is None
+    assert next_rows(16, 0.0) == [2, 1] * 8
+    assert not any(next_rows(n, 0.5) for n in (4, 5, 7, 16) * 4)  # 24 ms are to be saved, of 0.2 % of the time
+    assert sum(next_rows(4, 1.0) is not None for _ in range(100)) in (32, 33, 34)  # 6 ms each
+    num_asked = len(asked)
+    trials = Trials(errors)
+    errors._covariance = [[0.0] * len(row) for row in errors._covariance]
+    assert next_rows(4, 100.0) is None
+    assert len(asked) == num_asked
