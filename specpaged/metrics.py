@@ -57,9 +57,10 @@ class RequestMetrics(DraftCounters):
     def record_drafts(self, num_draft_tokens: Sequence[int], num_accepted: Sequence[int]) -> None:
         super().record_drafts(num_draft_tokens, num_accepted)
         histogram = self.acceptance_histogram
+        most = max(num_accepted, default=-1)
+        if most >= len(histogram):
+            histogram.extend([0] * (most + 1 - len(histogram)))
         for accepted in num_accepted:
-            if accepted >= len(histogram):
-                histogram.extend([0] * (accepted + 1 - len(histogram)))
             histogram[accepted] += 1
 
     @classmethod

@@ -19,6 +19,7 @@ from specpaged.engine.scheduler import ScheduledSequence
 from specpaged.modeling.rounds import DecodingRow, Lookup, Rounds
 from specpaged.paging.block_allocator import IntegrityError
 from specpaged.paging.page_table import DRAFT
+from specpaged.verification.base import VerifyOutput
 
 if TYPE_CHECKING:
     from specpaged.engine.sequence import Sequence
@@ -37,14 +38,16 @@ def run_rounds(step: SpeculativeStep, entries: SequenceOf[ScheduledSequence]) ->
 
     Every token of theirs is to be its row's most likely one.
     """
-    if step.reserve_rounds is None or not all(entry.samples and entry.num_new_tokens == 1 for entry in entries):
-        return None
     drafter, planner = step.drafter, step.planner
-    if step.agree is not None or any(map(wants_prompt_logits, entries)):
+    if step.reserve_rounds is None or step.agree is not None:
         return None
     if drafter is not None and drafter.hidden_states is not None:
         return None
-    sequences = [entry.sequence for entry in entries]
+    sequences = []
+    for entry in entries:
+        if entry.num_new_tokens != 1 or not entry.samples or wants_prompt_logits(entry):
+            return None
+        sequences.append(entry.sequence)
     num_rounds, wanted, stop_rule = step.most_rounds, None, None
     if planner is not None:
         num_rounds, wanted, stop_rule = planner.rounds(sequences)
@@ -57,14 +60,14 @@ def run_rounds(step: SpeculativeStep, entries: SequenceOf[ScheduledSequence]) ->
     goes_on = drafter is not None and planner is None
     reserved = step.reserve_rounds(sequences, num_rounds + goes_on, wanted)
     looks_up = isinstance(in_rounds, Lookup)
-    rows = [_row(entry, *of_entry, looks_up) for entry, of_entry in zip(entries, reserved, strict=True)]
+    rows = [_row(entry, k, most, looks_up) for entry, (k, most) in zip(entries, reserved, strict=True)]
     drafting = [row for row in rows if row.num_draft_tokens]
     draft = lookup = None
     if drafting and looks_up:
         lookup = in_rounds
     elif drafting:
         draft = in_rounds
-        most_tokens = max(len(row.token_ids) for row in drafting)
+        most_tokens = max([len(row.token_ids) for row in drafting])
         if most_tokens > _FAR_BEHIND or not draft.runs_greedy(most_tokens * len(drafting)):
             return None
     longest = max([max(len(row.draft), row.num_draft_tokens) for row in rows])
@@ -99,12 +102,19 @@ def _row(entry: ScheduledSequence, num_draft_tokens: int, most_tokens: int, look
     )
 
 
+def output_of(rounds: Rounds) -> VerifyOutput:
+    """All rounds as one."""
+    num_seqs = len(rounds.token_ids)
+    num_accepted = [len(token_ids) - rounds.num_rounds for token_ids in rounds.token_ids]
+    return VerifyOutput(rounds.token_ids, num_accepted, [False] * num_seqs, [None] * num_seqs)
+
+
 def commit_rounds(step: SpeculativeStep, scored: ScoredStep) -> None:
     """Append what rounds have brought, and cut every pool behind it: `SpeculativeStep.commit` of several rounds."""
     metrics, rounds = step.metrics, scored.rounds
     metrics.steps += rounds.num_rounds
     metrics.rounds += rounds.num_rounds
-    unverified = rounds.num_unverified
+    unverified = rounds.num_unverified if any(rounds.num_drafts) else [0]
     metrics.unverified_kv_tokens = unverified[-1]
     metrics.peak_unverified_kv_tokens = max(metrics.peak_unverified_kv_tokens, *unverified)
     metrics.proposed_tokens += sum(rounds.num_drafted)  # those of the first round have been counted

@@ -21,7 +21,7 @@ from specpaged.drafting.draft import NO_DRAFT
 from specpaged.engine.draft_planner import DraftPlanner
 from specpaged.engine.prompt_logprobs import record_prompt_logprobs
 from specpaged.engine.proposal import Reserve, propose
-from specpaged.engine.rounds import ReserveRounds, commit_rounds, propose_waiting, run_rounds
+from specpaged.engine.rounds import ReserveRounds, commit_rounds, output_of, propose_waiting, run_rounds
 from specpaged.engine.scheduler import ScheduledSequence
 from specpaged.engine.sequence import Sequence
 from specpaged.engine.target_pass import TargetPass, run_target
@@ -128,9 +128,10 @@ class SpeculativeStep:
             rounds = run_rounds(self, entries) if argmax and takes_rounds else None
             target_pass = self._run_target(entries, argmax) if rounds is None else None
         if rounds is not None:
-            draft_seconds = rounds.draft_seconds
-            self.metrics.seconds["score"] -= draft_seconds
-            self.metrics.seconds["propose"] += draft_seconds
+            if self.drafter is not None:
+                draft_seconds = rounds.draft_seconds
+                self.metrics.seconds["score"] -= draft_seconds
+                self.metrics.seconds["propose"] += draft_seconds
             if self.planner is not None and self.planner.clock.tells:
                 self.planner.clock.ran(entries, rounds.rounds)
             return ScoredStep(entries, DraftOutput([], []), sampling, None, {}, {}, rounds)
@@ -149,7 +150,7 @@ class SpeculativeStep:
         fails then, fails.
         """
         if scored.rounds is not None:
-            return _output_of(scored.rounds)
+            return output_of(scored.rounds)
         with self.metrics.stage("verify"):
             verified = self.verifier.verify(scored.logits, scored.drafts, scored.sampling)
             if any(verified.failed):
@@ -173,11 +174,14 @@ class SpeculativeStep:
             metrics.peak_unverified_kv_tokens = max(metrics.peak_unverified_kv_tokens, metrics.unverified_kv_tokens)
             results = zip(verified.token_ids, verified.num_accepted, verified.logprobs, strict=True)
             rollbacks: list[tuple[ScheduledSequence, int]] = []
+            fared: list[tuple[int, int]] = []
             for entry in scored.entries:
                 sequence, num_kept = entry.sequence, 0
                 result = next(results) if entry.samples else None
                 try:  # tokens first: a host has them already
                     if result is not None:
+                        if entry.draft:
+                            fared.append((entry.num_draft_tokens, result[1]))
                         num_kept = self._emit(entry, *result)
                     if sequence in scored.prompt_logits:
                         record_prompt_logprobs(sequence, scored.prompt_logits[sequence])
@@ -189,6 +193,8 @@ class SpeculativeStep:
                 if sequence.draft or entry.draft:  # a host may bring a draft that is not the sequence's own
                     rollbacks.append((entry, entry.num_known + num_kept))
                     sequence.draft = NO_DRAFT
+            if fared:
+                metrics.record_drafts(*zip(*fared, strict=True))
             for i in verified.rescored:
                 sequence = scored.sampling_entries[i].sequence
                 sequence.max_draft_tokens = 0
@@ -274,8 +280,7 @@ class SpeculativeStep:
         sequence, k = entry.sequence, entry.num_draft_tokens
         sequence.metrics.rounds += 1
         if k:
-            sequence.metrics.record_drafts([k], [num_accepted])
-            self.metrics.record_drafts([k], [num_accepted])
+            sequence.metrics.record_drafts((k,), (num_accepted,))
         if self.planner is not None:
             self.planner.committed(sequence, token_ids)
         num_emitted = sequence.emit(token_ids, logprobs)
@@ -294,10 +299,3 @@ class SpeculativeStep:
             for pool, context_len in enumerate(table.context_lens):
                 metrics.rollback_blocks_freed += table.truncate(pool, min(context_len, num_tokens))
         metrics.rollback_seconds += time.perf_counter() - start
-
-
-def _output_of(rounds: Rounds) -> VerifyOutput:
-    """All rounds as one."""
-    num_seqs = len(rounds.token_ids)
-    num_accepted = [len(token_ids) - rounds.num_rounds for token_ids in rounds.token_ids]
-    return VerifyOutput(rounds.token_ids, num_accepted, [False] * num_seqs, [None] * num_seqs)

@@ -40,12 +40,14 @@ def run_target(
     With `argmax` the rows' most likely tokens will do, and logits are made only where a prompt's log-probabilities are
     asked for. Hidden states are those of sequences that may draft, or `hidden_of_all`.
     """
-    rows = []
+    rows, of_prompts, num_rows = [], False, 0
     for entry in entries:
         reads = hidden is not None and (hidden_of_all or entry.sequence.max_draft_tokens > 0)
-        rows.append(_ragged_row(entry, reads))
-    of_prompts = any(map(wants_prompt_logits, entries))
-    if argmax and hidden is None and not of_prompts and target.runs_greedy(sum(len(row.token_ids) for row in rows)):
+        of_prompt = wants_prompt_logits(entry)
+        rows.append(_ragged_row(entry, reads, of_prompt))
+        of_prompts |= of_prompt
+        num_rows += len(rows[-1].token_ids)
+    if argmax and hidden is None and not of_prompts and target.runs_greedy(num_rows):
         return TargetPass(target.greedy(rows, vocab_size)[0], {}, {})
     cache = target.kv_cache
     batch = pack(rows, cache.block_size, target.model.device, cache.block_stride)
@@ -65,11 +67,11 @@ def run_target(
     return TargetPass(torch.cat(verify_logits), prompt_logits, hidden_states)
 
 
-def _ragged_row(entry: ScheduledSequence, reads_hidden: bool) -> RaggedRow:
+def _ragged_row(entry: ScheduledSequence, reads_hidden: bool, of_prompt: bool) -> RaggedRow:
     sequence, start = entry.sequence, entry.context_len
     token_ids = [*sequence.token_ids[start : entry.num_known], *entry.draft.token_ids]
     num_logits = len(entry.draft.token_ids) + 1 if entry.samples else 0
-    if wants_prompt_logits(entry):
+    if of_prompt:
         num_logits = len(token_ids)
     return RaggedRow(token_ids, start, sequence.page_table.entries, num_logits, len(token_ids) if reads_hidden else 0)
 

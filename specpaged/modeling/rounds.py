@@ -81,11 +81,12 @@ class Rounds:
 
     def waiting(self) -> list[tuple[list[int], list[float]]]:
         """The drafts of each sequence that wait, and what is known of them, as `Round.evidence` has it."""
-        waiting, start = [], sum(self.num_drafts)
+        first, start = sum(self.num_drafts), 0
+        drafts, evidence = self._drafts[first:], self._evidence[first : len(self._drafts)].tolist()
+        waiting = []
         for count in self.num_waiting:
-            end = start + count
-            waiting.append((self._drafts[start:end], self._evidence[start:end].tolist()))
-            start = end
+            waiting.append((drafts[start : start + count], evidence[start : start + count]))
+            start += count
         return waiting
 
     @cached_property

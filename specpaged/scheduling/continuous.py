@@ -145,15 +145,12 @@ class ContinuousScheduler:
 
     def _draft_shares(self, sequences: SequenceOf[Sequence], wanted: SequenceOf[int] | None) -> tuple[list[int], int]:
         """How many drafts each sequence may have, and how many all of them may."""
-        num_ended = sum([sequence.has_ended for sequence in self.running])
-        batch_size = min(self.max_num_seqs, len(self) - num_ended)
-        budget = self.max_num_batched_tokens - batch_size
+        batch_size = min(self.max_num_seqs, len(self) - sum([sequence.has_ended for sequence in self.running]))
         if wanted is None:
             configured = self.speculative_config.num_draft_tokens(batch_size) if self.speculative_config else 0
             wanted = [configured] * len(sequences)
-        if not any(wanted):
-            return wanted, budget
-        return [min(k, sequence.max_draft_tokens) for sequence, k in zip(sequences, wanted, strict=True)], budget
+        shares = [min(k, sequence.max_draft_tokens) for sequence, k in zip(sequences, wanted, strict=True)]
+        return shares, self.max_num_batched_tokens - batch_size
 
     @staticmethod
     def _reserve_draft(sequence: Sequence, k: int) -> int:
@@ -168,9 +165,9 @@ class ContinuousScheduler:
     def _prefill_budget(self, candidates: list[Sequence], missing: list[int]) -> int:
         """Tokens of the step for prompts: they leave one to everybody who decodes, and up to half of the rest to
         drafts. None where all decode, and nobody waits."""
-        if not self.waiting and missing.count(1) == len(missing):
-            return 0
         decoding = [sequence for sequence, count in zip(candidates, missing, strict=True) if count == 1]
+        if not self.waiting and len(decoding) == len(missing):
+            return 0
         budget = self.max_num_batched_tokens - len(decoding)
         num_draft_tokens = sum(len(sequence.draft.token_ids) for sequence in decoding)
         return max(1, budget - min(budget // 2, num_draft_tokens))
@@ -285,10 +282,8 @@ class ContinuousScheduler:
         entries = []
         for sequence, count in num_new_tokens.items():
             context_len = sequence.page_table.context_lens[TARGET]
-            draft = sequence.draft
-            if draft is not NO_DRAFT:
-                draft = draft.cut(budget)
-                budget -= len(draft.token_ids)
+            draft = sequence.draft.cut(budget)
+            budget -= len(draft.token_ids)
             samples = context_len + count == len(sequence.token_ids)
             entries.append(ScheduledSequence(sequence, context_len, count, samples, draft))
         return tuple(entries)

@@ -199,15 +199,13 @@ def test_the_first_error_of_a_request_stands_though_its_step_is_run_anew(tokeniz
         return reason
 
     monkeypatch.setattr(StopChecker, "append", append)
-    scheduler, reserve = llm.engine.scheduler, llm.engine.scheduler.reserve_drafts
 
-    def reserve_drafts(sequences, wanted=None):
+    def realign(running):
         if len(unreadable) == 1:
             unreadable.append(None)
-            raise Sabotage("reserve")
-        return reserve(sequences)
+            raise Sabotage("realign")
 
-    monkeypatch.setattr(scheduler, "reserve_drafts", reserve_drafts)
+    monkeypatch.setattr(llm.engine.kv_layout, "realign", realign)
     outputs = generate(llm, prompts, params)
     failed = [i for i, output in enumerate(outputs) if output.error]
     assert [outputs[i].error for i in failed] == [f"request '{failed[0]}': KeyError: 'a token that nobody knows'"]

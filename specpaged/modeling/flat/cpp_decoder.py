@@ -123,10 +123,11 @@ class CppDecoder(nn.Module):
         ints: list[int] = []
         counts = [0] * (1 + max(num_further))  # of the tokens that each pass finds
         for row, further in zip(rows, num_further, strict=True):
-            ints += (len(row.token_ids), row.context_len, row.num_logits, further, len(row.blocks))
-            ints += row.token_ids
-            ints += row.blocks
-            counts[0] += row.num_logits
+            token_ids, blocks, num_logits = row.token_ids, row.blocks, row.num_logits
+            ints += (len(token_ids), row.context_len, num_logits, further, len(blocks))
+            ints += token_ids
+            ints += blocks
+            counts[0] += num_logits
             for step in range(further):
                 counts[1 + step] += 1
         asked = array("q", ints)
