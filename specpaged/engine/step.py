@@ -132,7 +132,7 @@ class SpeculativeStep:
             self.metrics.seconds["score"] -= draft_seconds
             self.metrics.seconds["propose"] += draft_seconds
             if self.planner is not None and self.planner.clock.tells:
-                self.planner.clock.ran(entries, rounds.rounds)
+                self.planner.clock.ran(entries, rounds)
             return ScoredStep(entries, DraftOutput([], []), sampling, None, {}, {}, rounds)
         drafts = DraftOutput.of([entry.draft for entry in entries if entry.samples])
         if self.planner is not None and self.planner.clock.tells:

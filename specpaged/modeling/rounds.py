@@ -47,12 +47,12 @@ class Rounds:
     def __init__(self, num_rounds: int, num_seqs: int, found: list[int], beside: array[float], seconds: array[float]):
         """Of what the call has written: rounds.cpp's Found says how."""
         self.num_rounds = num_rounds
-        drafted, had = 3 * num_seqs, 3 * num_seqs + num_rounds
+        drafted, had = 3 * num_seqs, 3 * num_seqs + num_rounds + 1
         got = had + num_seqs * num_rounds
         start = got + num_seqs * num_rounds
         self.draft_context_lens = found[num_seqs : 2 * num_seqs]  # that the draft model has run, of those that wait too
         self.num_waiting = found[2 * num_seqs : drafted]
-        self.num_drafted = found[drafted:had]  # in front of each round, in the same call
+        *self.num_drafted, self.num_drafted_ahead = found[drafted:had]  # in front of each round, and behind the last
         self.num_drafts = found[had:got]
         self.num_tokens = found[got:start]
         self.token_ids = []
