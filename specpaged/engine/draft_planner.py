@@ -88,7 +88,8 @@ class DraftPlanner:
         if asks or sequences != self._sequences:
             return 1, [], None, False
         num_rounds = max(1, min(self.most_rounds[any(counts)], self._good_for - self._age))
-        goes_on = self._age + num_rounds < self._good_for and OFTEN < self.clock.num_steps < self._looked_next
+        looks = any(counts) and self.clock.num_steps >= self._looked_next
+        goes_on = self._age + num_rounds < self._good_for and self.clock.num_steps > OFTEN and not looks
         return num_rounds, list(counts), plan.stop_rule, goes_on
 
     def went_on(self, num_rounds: int) -> None:

@@ -110,7 +110,7 @@ def commit_rounds(step: SpeculativeStep, scored: ScoredStep) -> None:
     for i, entry in enumerate(scored.entries):
         _emit(step, entry.sequence, rounds, i, fared)
     start = time.perf_counter()
-    if any(rounds.num_waiting) and not _still_wanted(step, scored):
+    if rounds.drafts_wait and not _still_wanted(step, scored):
         rounds.drop_waiting()
     num_freed = 0
     for i, entry in enumerate(scored.entries):
@@ -189,8 +189,8 @@ def _still_wanted(step: SpeculativeStep, scored: ScoredStep) -> bool:
 
 
 def propose_waiting(step: SpeculativeStep, scored: ScoredStep) -> bool:
-    """Leave the drafts that wait with their sequences; False where there are none."""
-    if scored.rounds is None or not any(scored.rounds.num_waiting):
+    """Leave the drafts that wait with their sequences; False where none were made."""
+    if scored.rounds is None or not scored.rounds.drafts_wait:
         return False
     looks_up = isinstance(step.drafter.in_rounds, Lookup)
     for entry, (token_ids, evidence) in zip(scored.entries, scored.rounds.waiting(), strict=True):

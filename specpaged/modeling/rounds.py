@@ -47,16 +47,18 @@ class Rounds:
     def __init__(self, num_rounds: int, num_seqs: int, found: list[int], beside: array[float], seconds: array[float]):
         """Of what the call has written: rounds.cpp's Found says how."""
         self.num_rounds = num_rounds
-        drafted, had = 3 * num_seqs, 3 * num_seqs + num_rounds + 1
+        waiting, drafted = 1 + 2 * num_seqs, 1 + 3 * num_seqs
+        had = drafted + num_rounds + 1
         got = had + num_seqs * num_rounds
         start = got + num_seqs * num_rounds
-        self.draft_context_lens = found[num_seqs : 2 * num_seqs]  # that the draft model has run, of those that wait too
-        self.num_waiting = found[2 * num_seqs : drafted]
+        self.drafts_wait = bool(found[0])
+        self.draft_context_lens = found[1 + num_seqs : waiting]  # that the draft model has run, of those that wait too
+        self.num_waiting = found[waiting:drafted]
         *self.num_drafted, self.num_drafted_ahead = found[drafted:had]  # in front of each round, and behind the last
         self.num_drafts = found[had:got]
         self.num_tokens = found[got:start]
         self.token_ids = []
-        for num_tokens in found[:num_seqs]:
+        for num_tokens in found[1 : 1 + num_seqs]:
             self.token_ids.append(found[start : start + num_tokens])
             start += num_tokens
         self.num_wanted: list[int] = []  # drafts of each sequence, for each further round, as the host has asked
@@ -75,7 +77,7 @@ class Rounds:
 
     def drop_waiting(self) -> None:
         """Nobody takes the drafts that wait."""
-        self.num_waiting = [0] * len(self.num_waiting)
+        self.drafts_wait, self.num_waiting = False, [0] * len(self.num_waiting)
 
     def waiting(self) -> list[tuple[list[int], list[float]]]:
         """The drafts of each sequence that wait, and what is known of them, as `Round.evidence` has it."""

@@ -7,7 +7,8 @@ import torch
 
 from specpaged import LLM, SamplingParams
 from specpaged.drafting.draft import Draft
-from specpaged.drafting.ngram import lookup
+from specpaged.drafting.draft_model import DraftModelDrafter
+from specpaged.drafting.ngram import NgramDrafter, lookup
 from specpaged.engine.draft_planner import evidence_of
 from specpaged.modeling.rounds import DecodingRow, Lookup
 from specpaged.paging.page_table import DRAFT, TARGET
@@ -78,6 +79,27 @@ def test_outputs_drafts_and_counts_are_those_of_single_steps(toy_pair, kind, num
     assert counted == counts
     assert max(num_rounds) == num_scheduler_steps
     assert sum(count < num_scheduler_steps for count in num_rounds) <= 3  # where one of them ends
+
+
+@pytest.mark.parametrize("kind", ["draft model", "ngram"])
+def test_who_goes_on_from_rounds_has_the_drafts_that_a_proposal_would_make(toy_pair, monkeypatch, kind):
+    """Whoever ends meanwhile: the drafter itself is asked behind the prefill, and where fewer are to have other K."""
+    params = [SamplingParams(max_tokens=n, **GREEDY) for n in (17, 29, 40)]
+    asked = []
+    for drafter in (DraftModelDrafter, NgramDrafter):
+        honest = drafter.propose
+        monkeypatch.setattr(drafter, "propose", lambda *args, honest=honest: asked.append(1) or honest(*args))
+    speculative = KINDS[kind](toy_pair)
+    del speculative["num_speculative_tokens"]
+    for schedule, most_asked in (([[1, 3, 3]], 1), ([[1, 1, 4], [2, 2, 1], [3, 3, 2]], 3)):
+        speculative["num_speculative_tokens_per_batch_size"] = schedule
+        monkeypatch.setitem(KINDS, "by size", lambda _: speculative)
+        outputs, counts, _ = decode(toy_pair, "by size", 1, params)
+        asked.clear()
+        again, counted, _ = decode(toy_pair, "by size", 4, params)
+        assert again == outputs
+        assert counted == counts
+        assert 1 <= len(asked) <= most_asked
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specpaged.engine.detokenizer import IncrementalDetokenizer
+from specpaged.engine.sequence import Sequence
 from specpaged.engine.stop_checker import StopChecker
 from specpaged.sampling_params import SamplingParams
 
@@ -153,3 +154,26 @@ def test_the_text_does_not_depend_on_when_it_is_read_nor_on_stops_that_never_com
         assert reason == "stop"
         assert plain.startswith(text + stop)
         assert not any(s in text for s in stops)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_tokens_that_come_together_end_a_sequence_where_single_ones_would(data):
+    few = st.integers(0, 9)
+    params = SamplingParams(
+        max_tokens=data.draw(st.integers(1, 12)),
+        stop_token_ids=data.draw(st.lists(few, max_size=3)),
+        min_tokens=data.draw(st.integers(0, 1)),
+        ignore_eos=data.draw(st.booleans()),
+    )
+    runs = data.draw(st.lists(st.lists(few, min_size=1, max_size=5), max_size=5))
+    ends = []
+    for together in (True, False):
+        sequence = Sequence("0", [1], params, 0, None, 0)
+        sequence.stop_checker = StopChecker(params, (7,), None, 20)
+        for token_ids in runs if together else [[token_id] for run in runs for token_id in run]:
+            num_left = 0 if sequence.has_ended else len(token_ids)
+            assert sequence.emit(token_ids, None) <= num_left
+        assert sequence.token_ids == [1, *sequence.output_token_ids]
+        ends.append((sequence.output_token_ids, sequence.finish_reason, sequence.stop_reason))
+    assert ends[0] == ends[1]

@@ -260,3 +260,53 @@ def test_check_integrity_finds_a_broken_table(break_it, sentence):
     break_it(table)
     with pytest.raises(IntegrityError, match=sentence):
         table.check_integrity()
+
+
+@pytest.mark.parametrize("target", [0, 3, 6, 8, 11])
+@pytest.mark.parametrize("draft", [0, 4, 7, 12])
+def test_settling_is_to_advance_or_to_truncate_each_pool(target, draft):
+    tables = []
+    for settles in (True, False):
+        table = make_table(BlockAllocator(9), 6, 5)
+        table.reserve(16)
+        table.num_published, table.published_tails = [1, 1], [object(), object()]
+        if settles:
+            num_freed = table.settle((target, draft))
+        else:
+            table.advance(TARGET, max(0, target - 6))
+            table.advance(DRAFT, max(0, draft - 5))
+            num_freed = table.truncate(TARGET, target) + table.truncate(DRAFT, draft)
+        tables.append((num_freed, state(table), table.num_published, [tail is None for tail in table.published_tails]))
+    assert tables[0] == tables[1]
+
+
+def test_settling_keeps_slots_for_drafts_that_wait():
+    table = make_table(BlockAllocator(9), 6, 5)
+    table.reserve(16)
+    assert table.settle((7, 9), 10) == 1
+    assert len(table.blocks) == 3
+    assert table.settle((7, 7), 8) == 1
+    assert len(table.blocks) == 2
+
+
+def test_settling_refuses_what_cannot_be_and_leaves_everything_as_it_was():
+    allocator = BlockAllocator(9)
+    table = make_table(allocator, 6, 5)
+    before = state(table)
+    for context_lens in [(9, 5), (6, 9), (-1, 5), (6,), (6, 5, 5)]:
+        with pytest.raises(ValueError, match="context_lens must be"):
+            table.settle(context_lens)
+    allocator.share(table.blocks[1])
+    with pytest.raises(ValueError, match="more than one owner"):
+        table.settle((7, 5))
+    allocator.free(table.blocks[1])
+    assert state(table) == before
+
+
+def test_a_cached_block_that_tokens_settle_in_stops_being_cached():
+    allocator = BlockAllocator(9)
+    table = make_table(allocator, 6)
+    allocator.mark_cached(table.blocks[0])
+    allocator.mark_cached(table.blocks[1])
+    table.settle((7,))
+    assert [allocator.is_cached(block) for block in table.blocks] == [True, False]

@@ -286,7 +286,10 @@ private:
 
 // What rounds come to, in ints one after the other:
 //
-//   [sequences]           tokens that came, tokens that the draft model has run, drafts that wait for the next round
+//   [1]                   whether drafts for the next round were made, and wait
+//   [sequences]           tokens that came
+//   [sequences]           tokens that the draft model has run
+//   [sequences]           drafts that wait
 //   [rounds + 1]          drafts that were made in front of each, and behind the last one, for all sequences together
 //   [sequences, rounds]   drafts that a round had
 //   [sequences, rounds]   tokens that it got
@@ -299,7 +302,8 @@ public:
     Found(int64_t* ints, float* floats, int64_t room) : first_(ints), ints_(ints), floats_(floats), room_(room) {}
 
     // Returns a Status.
-    int write(const std::vector<Decoding>& sequences, int64_t num_rounds, int64_t* num_written) {
+    int write(const std::vector<Decoding>& sequences, int64_t num_rounds, bool drafts_wait, int64_t* num_written) {
+        add(drafts_wait);
         for (const Decoding& s : sequences) add(s.num_new());
         for (const Decoding& s : sequences) add(s.draft_context);
         for (const Decoding& s : sequences) add(int64_t(s.drafts.size()));
@@ -374,7 +378,8 @@ extern "C" int rounds(const Model* target, const Model* draft, const StopRule* r
         }
         const bool is_whole = *num_done == num_rounds || rounds.has_one_ended();
         const auto drafting = [&] { return rounds.draft_ahead(); };
-        rounds.leave(goes_on && is_whole && timed(seconds + 2 * *num_done + 1, drafting) == OK);
-        return Found(found, beside, room).write(sequences, *num_done, num_written);
+        const bool drafts_wait = goes_on && is_whole && timed(seconds + 2 * *num_done + 1, drafting) == OK;
+        rounds.leave(drafts_wait);
+        return Found(found, beside, room).write(sequences, *num_done, drafts_wait, num_written);
     });
 }
