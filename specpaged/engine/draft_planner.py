@@ -75,18 +75,26 @@ class DraftPlanner:
             self._good_for = max(self._good_for, num_rounds * self.clock.every(_PLANNING, _PLANS_SELDOM))
         return self._plan
 
-    def rounds(self, sequences: SequenceOf[Sequence]) -> tuple[int, list[int], StopRule | None]:
+    def rounds(self, sequences: SequenceOf[Sequence]) -> tuple[int, list[int], StopRule | None, bool]:
         """How many rounds of these sequences may be one call; of further ones, the drafts of each, and their rule.
 
         Where drafts are selected from, and no rule does so in the controller's place, it has to be asked in each round.
+        The last one says whether the drafts behind these rounds may be made in the same call: whether nobody is to be
+        asked for a plan by then, nor what became of drafts. If they are, `went_on` is to be called.
         """
         plan = self._plan
         counts = plan.num_draft_tokens
         asks = plan.tries_rows or (self._selects and plan.stop_rule is None and any(counts))
         if asks or sequences != self._sequences:
-            return 1, [], None
-        most = self.most_rounds[any(counts)]
-        return max(1, min(most, self._good_for - self._age)), list(counts), plan.stop_rule
+            return 1, [], None, False
+        num_rounds = max(1, min(self.most_rounds[any(counts)], self._good_for - self._age))
+        looks = any(counts) and self.clock.num_steps >= self._looked_next
+        goes_on = self._age + num_rounds < self._good_for and self.clock.num_steps > OFTEN and not looks
+        return num_rounds, list(counts), plan.stop_rule, goes_on
+
+    def went_on(self, num_rounds: int) -> None:
+        """So many rounds have been run, and the drafts behind them made, as `rounds` has said."""
+        self._age += num_rounds
 
     def _expect_rounds(self, sequences: SequenceOf[Sequence]) -> None:
         """Tell the costs over how many rounds a call's own time is spread."""

@@ -256,8 +256,6 @@ class Engine:
 
     def _finish_who_ended(self, scheduled: ScheduledStep) -> None:
         """Publish what may be shared, and free who has ended."""
-        if self.prefix_cache is None and not any([entry.sequence.has_ended for entry in scheduled.entries]):
-            return
         with self._metrics.stage("commit"):
             for entry in scheduled.entries:
                 sequence = entry.sequence

@@ -48,16 +48,14 @@ def run_rounds(step: SpeculativeStep, entries: SequenceOf[ScheduledSequence]) ->
         if entry.num_new_tokens != 1 or not entry.samples or wants_prompt_logits(entry):
             return None
         sequences.append(entry.sequence)
-    num_rounds, wanted, stop_rule = step.most_rounds, None, None
+    num_rounds, wanted, stop_rule, goes_on = step.most_rounds, None, None, drafter is not None
     if planner is not None:
-        num_rounds, wanted, stop_rule = planner.rounds(sequences)
+        num_rounds, wanted, stop_rule, goes_on = planner.rounds(sequences)
     if num_rounds < 2:
         return None
     in_rounds = None if drafter is None else drafter.in_rounds
     if drafter is not None and in_rounds is None and wanted is None:
         return None
-    # A planner looks at what became of drafts before it says what the next ones are to be.
-    goes_on = drafter is not None and planner is None
     reserved = step.reserve_rounds(sequences, num_rounds + goes_on, wanted)
     looks_up = isinstance(in_rounds, Lookup)
     rows = [_row(entry, k, most, looks_up) for entry, (k, most) in zip(entries, reserved, strict=True)]
@@ -193,7 +191,7 @@ def _emit(step: SpeculativeStep, sequence: Sequence, rounds: Rounds, i: int, far
 def _still_wanted(step: SpeculativeStep, scored: ScoredStep) -> bool:
     """Whether who goes on is to have as many drafts as when the call began, when there may have been more of them."""
     going_on = [not entry.sequence.has_ended for entry in scored.entries]
-    if all(going_on):
+    if all(going_on) or step.planner is not None:  # whose plan was for each of them
         return True
     sequences = [entry.sequence for entry in compress(scored.entries, going_on)]
     wanted = [k for k, _ in step.reserve_rounds(sequences, 1, None)]
@@ -209,7 +207,9 @@ def propose_waiting(step: SpeculativeStep, scored: ScoredStep) -> bool:
         if token_ids and not entry.sequence.has_ended:
             num_matched = int(evidence[0]) if looks_up else 0
             entry.sequence.draft = Draft(token_ids, None if looks_up else evidence, num_matched=num_matched)
-            step.metrics.proposed_tokens += len(token_ids)
+    step.metrics.proposed_tokens += scored.rounds.num_drafted_ahead
+    if step.planner is not None:
+        step.planner.went_on(scored.num_rounds)
     return True
 
 

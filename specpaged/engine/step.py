@@ -128,12 +128,11 @@ class SpeculativeStep:
             rounds = run_rounds(self, entries) if argmax and takes_rounds else None
             target_pass = self._run_target(entries, argmax) if rounds is None else None
         if rounds is not None:
-            if self.drafter is not None:
-                draft_seconds = rounds.draft_seconds
-                self.metrics.seconds["score"] -= draft_seconds
-                self.metrics.seconds["propose"] += draft_seconds
+            draft_seconds = rounds.draft_seconds
+            self.metrics.seconds["score"] -= draft_seconds
+            self.metrics.seconds["propose"] += draft_seconds
             if self.planner is not None and self.planner.clock.tells:
-                self.planner.clock.ran(entries, rounds.rounds)
+                self.planner.clock.ran(entries, rounds)
             return ScoredStep(entries, DraftOutput([], []), sampling, None, {}, {}, rounds)
         drafts = DraftOutput.of([entry.draft for entry in entries if entry.samples])
         if self.planner is not None and self.planner.clock.tells:

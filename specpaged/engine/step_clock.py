@@ -12,7 +12,7 @@ from typing import Any
 from specpaged.drafting.base import DraftRow
 from specpaged.drafting.draft import Draft
 from specpaged.engine.scheduler import ScheduledSequence
-from specpaged.modeling.rounds import Round
+from specpaged.modeling.rounds import Rounds
 from specpaged.speculation.controller import Controller
 from specpaged.speculation.pass_seconds import PassShape
 
@@ -44,6 +44,7 @@ class StepClock:
         self._num_seqs, self._num_rounds = 0, 1
         self._mean_context = 0.0
         self._passes: list[PassShape] = []  # of the proposal
+        self._drafts = False  # whether the step does, in its rounds or behind them
         self._proposal_seconds = 0.0
         self._pass_seconds = 0.0  # of the target's, and of all between them
 
@@ -65,19 +66,20 @@ class StepClock:
         self._hears_next(seconds)
         if self.tells:
             self._num_seqs, self._num_rounds = len(entries), 1
-            self._passes, self._proposal_seconds = [], 0.0
+            self._passes, self._drafts, self._proposal_seconds = [], False, 0.0
             self._pass_seconds = seconds
             self._mean_context = sum(entry.context_len for entry in entries) / len(entries)
             num_rows = len(entries) + sum(len(entry.draft) for entry in entries)
             ask(self.controller.observe_target, self._shape(num_rows), seconds)
 
-    def ran(self, entries: SequenceOf[ScheduledSequence], rounds: SequenceOf[Round]) -> None:
+    def ran(self, entries: SequenceOf[ScheduledSequence], found: Rounds) -> None:
         """Several rounds have ended, in place of `scored`. The last one is heard, and of a trial all but the first."""
+        rounds = found.rounds
         self._tells_rest = True
         self._hears_next(time.perf_counter() - self._began)
         self._num_seqs, self._num_rounds = len(entries), len(rounds)
-        self._passes, self._proposal_seconds = [], 0.0
-        self._pass_seconds = sum(of_round.verify_seconds + of_round.draft_seconds for of_round in rounds)
+        self._passes, self._drafts, self._proposal_seconds = [], any(found.num_drafted), 0.0
+        self._pass_seconds = sum(of_round.verify_seconds for of_round in rounds) + found.draft_seconds
         num_tokens = sum(entry.context_len for entry in entries)
         for i, of_round in enumerate(rounds):
             if i + 1 == len(rounds) or (self._is_trial and i > 0):
@@ -113,7 +115,7 @@ class StepClock:
         seconds = time.perf_counter() - self._began
         self._step_seconds += _RECENT * (seconds - self._step_seconds)
         rest_seconds = seconds - self._pass_seconds
-        if self._passes:
+        if self._passes or self._drafts:
             rest_seconds -= self._proposal_seconds
             arguments = (self._passes, self._proposal_seconds, self._num_seqs, rest_seconds, self._num_rounds)
             ask(self.controller.observe_proposal, *arguments)

@@ -48,13 +48,13 @@ class Rounds:
         """Of what the call has written: rounds.cpp's Found says how."""
         self.num_rounds = num_rounds
         waiting, drafted = 1 + 2 * num_seqs, 1 + 3 * num_seqs
-        had = drafted + num_rounds
+        had = drafted + num_rounds + 1
         got = had + num_seqs * num_rounds
         start = got + num_seqs * num_rounds
         self.drafts_wait = bool(found[0])
         self.draft_context_lens = found[1 + num_seqs : waiting]  # that the draft model has run, of those that wait too
         self.num_waiting = found[waiting:drafted]
-        self.num_drafted = found[drafted:had]  # in front of each round, in the same call
+        *self.num_drafted, self.num_drafted_ahead = found[drafted:had]  # in front of each round, and behind the last
         self.num_drafts = found[had:got]
         self.num_tokens = found[got:start]
         self.token_ids = []

@@ -87,10 +87,9 @@ class ContinuousScheduler:
             if sequence.status is not SequenceStatus.RUNNING:
                 continue  # preempted just now, for an older one
             count = 1 if num_missing == 1 else min(num_missing, prefill_budget)
-            if count == 0 or not self._reserve(sequence, count):
-                continue
-            num_new_tokens[sequence] = count
-            prefill_budget -= count if num_missing > 1 else 0
+            if count and self._reserve(sequence, count):
+                num_new_tokens[sequence] = count
+                prefill_budget -= count if num_missing > 1 else 0
 
         while self.waiting and self._has_room(len(num_new_tokens)) and prefill_budget > 0 and not self._preempted:
             sequence = self.waiting[0]
@@ -138,8 +137,8 @@ class ContinuousScheduler:
         for sequence, share in zip(sequences, shares, strict=True):
             k = min(share, budget)
             budget -= k
-            further = len(sequence.draft.token_ids) + (num_rounds - 1) * (k + 1)
-            most = min(further, self._num_useful_draft_tokens(sequence))
+            most = len(sequence.draft.token_ids) + (num_rounds - 1) * (k + 1)
+            most = min(most, self._num_useful_draft_tokens(sequence))
             reserved.append((k, 1 + (self._reserve_draft(sequence, most) if most > 0 else 0)))
         return reserved
 
@@ -291,9 +290,7 @@ class ContinuousScheduler:
     def _num_useful_draft_tokens(self, sequence: Sequence) -> int:
         """Drafts that could still be emitted, one token of the round being the target's own."""
         room, most = self.max_model_len - len(sequence.token_ids), sequence.params.max_tokens
-        if most is not None:
-            room = min(room, most - len(sequence.output_token_ids))
-        return room - 1
+        return min(room, room if most is None else most - len(sequence.output_token_ids)) - 1
 
     def check_integrity(self) -> None:
         """Every block held is held by the sequences here, as often as it is shared."""

@@ -131,7 +131,14 @@ def test_a_plan_and_its_rule_go_on_with_who_stays():
     assert (plan.num_draft_tokens, plan.without_rule) == ([0, 2, 4], [0, 1, 2])
     assert (plan.stop_rule.leads, plan.stop_rule.expected) == ([2.0, 3.0], [0.2, 0.3])
     planner.most_rounds = 1, 4
-    assert planner.rounds(stay) == (4, [0, 2, 4], plan.stop_rule)  # though it selects: the rule does so
+    assert planner.rounds(stay) == (4, [0, 2, 4], plan.stop_rule, False)  # though it selects: the rule does so
+    planner.clock.num_steps, planner._looked_next = 100, 101
+    assert planner.rounds(stay)[3]  # nobody is to be asked behind these rounds
+    planner.went_on(4)
+    assert planner.rounds(stay)[0] == 4
+    planner.went_on(4)
+    assert planner.rounds(stay)[0] == 1  # the last one before the plan is made anew
+    assert not planner.rounds(stay)[3]
     planner.plan([*stay, Member()])
     assert not plans  # who comes might draft as well: asked anew
 
@@ -141,13 +148,12 @@ def test_of_a_trial_in_one_call_all_rounds_are_heard_but_the_first():
     planner.plan([])
     for most, expected in ((3, 3), (8, 4)):  # no more than it is good for
         planner.most_rounds = most, 1
-        assert planner.rounds([]) == (expected, [], None)
+        assert planner.rounds([]) == (expected, [], None, False)
     planner.begin()
     assert planner.clock.tells
     entries = [SimpleNamespace(context_len=10), SimpleNamespace(context_len=20)]
-    planner.clock.ran(
-        entries, [Round([[], []], [[], []], [[5], [6]], 0, seconds, 0.0) for seconds in (9.0, 2.0, 3.0, 4.0)]
-    )
+    rounds = [Round([[], []], [[], []], [[5], [6]], 0, seconds, 0.0) for seconds in (9.0, 2.0, 3.0, 4.0)]
+    planner.clock.ran(entries, SimpleNamespace(rounds=rounds, num_drafted=[0] * 4, draft_seconds=0.0))
     assert listener.heard == [((2, 2, 16.0), 2.0), ((2, 2, 17.0), 3.0), ((2, 2, 18.0), 4.0)]
 
 

@@ -290,7 +290,7 @@ private:
 //   [sequences]           tokens that came
 //   [sequences]           tokens that the draft model has run
 //   [sequences]           drafts that wait
-//   [rounds]              drafts that were made in front of each, for all sequences together
+//   [rounds + 1]          drafts that were made in front of each, and behind the last one, for all sequences together
 //   [sequences, rounds]   drafts that a round had
 //   [sequences, rounds]   tokens that it got
 //   [...]                 of each sequence the tokens that came, then of each the drafts that its rounds had, then of
@@ -312,6 +312,9 @@ public:
             for (const Decoding& s : sequences) num_made += s.made[i];
             add(num_made);
         }
+        int64_t num_made = 0;
+        for (const Decoding& s : sequences) num_made += s.num_drafted;
+        add(num_made);
         for (const Decoding& s : sequences) add(s.had);
         for (const Decoding& s : sequences) add(s.got);
         for (const Decoding& s : sequences)
