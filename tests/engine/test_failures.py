@@ -186,7 +186,7 @@ def test_who_is_coming_or_going_when_a_step_fails_comes_and_goes(tokenizer_pair,
 
 
 def test_the_first_error_of_a_request_stands_though_its_step_is_run_anew(tokenizer_pair, monkeypatch):
-    llm = make_llm(tokenizer_pair, k=3)
+    llm = make_llm(tokenizer_pair, k=3, num_scheduler_steps=1)  # so that drafts are made behind the commit
     prompts, params = toys.prompts(3), SamplingParams(max_tokens=8, stop=["never"], **GREEDY)
     expected = token_ids(generate(make_llm(tokenizer_pair, k=0), prompts, params))
     honest, unreadable = StopChecker.append, []
