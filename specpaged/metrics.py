@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
@@ -52,6 +51,16 @@ class RequestMetrics(DraftCounters):
     preemptions: int = 0
     cached_prompt_tokens: int = 0
     acceptance_histogram: list[int] = field(default_factory=list)  # [a] = drafts of which a tokens were accepted
+
+    def record_draft(self, num_draft_tokens: int, num_accepted: int) -> None:
+        """One verified draft of at least one token: the only one of a step."""
+        self.drafts += 1
+        self.draft_tokens += num_draft_tokens
+        self.accepted_tokens += num_accepted
+        histogram = self.acceptance_histogram
+        if num_accepted >= len(histogram):
+            histogram.extend([0] * (num_accepted + 1 - len(histogram)))
+        histogram[num_accepted] += 1
 
     @override
     def record_drafts(self, num_draft_tokens: Sequence[int], num_accepted: Sequence[int]) -> None:
@@ -162,9 +171,10 @@ class EngineMetrics(DraftCounters):
         super().record_drafts(num_draft_tokens, num_accepted)
         per_position = self.accepted_per_position
         per_position.extend([0] * (max(num_draft_tokens, default=0) - len(per_position)))
-        for accepted, count in Counter(num_accepted).items():
-            for position in range(accepted):
-                per_position[position] += count
+        num_standing = 0
+        for position in reversed(range(max(num_accepted, default=0))):
+            num_standing += num_accepted.count(position + 1)
+            per_position[position] += num_standing
 
     @property
     def token_efficiency(self) -> float | None:

@@ -109,7 +109,7 @@ class SpeculativeStep:
         self.verifier = get_verifier(verification, target.model.backend)
         self._sampling_batch = get_sampling_batch(target.model.backend)
         self.noise: Noise = {}  # what the last proposal drew, for the step that verifies it
-        self._sampling: SamplingBatch | None = None  # the last batch, where it serves again
+        self._argmax: SamplingBatch | None = None  # the last batch, where each row's most likely token is all it asks
 
     def score(
         self, entries: SequenceOf[ScheduledSequence], takes_argmax: bool = True, takes_rounds: bool = True
@@ -124,7 +124,7 @@ class SpeculativeStep:
             self.planner.begin()
         with self.metrics.stage("score"):
             sampling = self.sampling([entry.sequence.sampling_request for entry in entries if entry.samples])
-            argmax = takes_argmax and sampling.takes_argmax and not sampling.wants_logprobs
+            argmax = takes_argmax and sampling is self._argmax
             rounds = run_rounds(self, entries) if argmax and takes_rounds else None
             target_pass = self._run_target(entries, argmax) if rounds is None else None
         if rounds is not None:
@@ -227,11 +227,11 @@ class SpeculativeStep:
 
         Where each token is its row's most likely one, there is no noise, and so it stays: the same batch serves again.
         """
-        last = self._sampling
+        last = self._argmax
         if last is not None and len(last.requests) == len(requests) and all(map(is_, last.requests, requests)):
             return last
         sampling = self._sampling_batch(requests, self.vocab_size, self.target.model.device, self.noise)
-        self._sampling = sampling if sampling.takes_argmax else None
+        self._argmax = sampling if sampling.takes_argmax and not sampling.wants_logprobs else None
         return sampling
 
     def check_integrity(self) -> None:
@@ -279,7 +279,7 @@ class SpeculativeStep:
         sequence, k = entry.sequence, entry.num_draft_tokens
         sequence.metrics.rounds += 1
         if k:
-            sequence.metrics.record_drafts((k,), (num_accepted,))
+            sequence.metrics.record_draft(k, num_accepted)
         if self.planner is not None:
             self.planner.committed(sequence, token_ids)
         num_emitted = sequence.emit(token_ids, logprobs)

@@ -58,6 +58,7 @@ def decode(pair, kind, num_scheduler_steps, params, **arguments):
             assert table.context_lens[TARGET] <= sequence.num_tokens - 1 or not sequence.output_token_ids
             if len(table.context_lens) > DRAFT:
                 assert table.context_lens[DRAFT] <= sequence.num_tokens + drafted
+                assert table.context_lens[DRAFT] == sequence.num_tokens + drafted or not sequence.draft
     llm.engine.check_idle()
     metrics = llm.engine.metrics
     told = [
@@ -79,6 +80,20 @@ def test_outputs_drafts_and_counts_are_those_of_single_steps(toy_pair, kind, num
     assert counted == counts
     assert max(num_rounds) == num_scheduler_steps
     assert sum(count < num_scheduler_steps for count in num_rounds) <= 3  # where one of them ends
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rounds_behind_the_end_of_a_text_are_nobodys(tokenizer_pair, kind):
+    """A stop string is found when the call is over: what was decoded behind it is not counted either."""
+    (((_, ((ids, _, _),), _),), _, _) = decode(tokenizer_pair, "plain", 1, [SamplingParams(max_tokens=24, **GREEDY)])
+    text = LLM(tokenizer_pair.target).engine.vocabulary.tokenizer.decode(ids)
+    for at in range(4, len(text) - 2, 5):
+        params = [SamplingParams(max_tokens=24, stop=[text[at : at + 2]], **GREEDY)]
+        single, counts, _ = decode(tokenizer_pair, kind, 1, params)
+        several, counted, _ = decode(tokenizer_pair, kind, 6, params)
+        assert several == single
+        for name in ("emitted_tokens", "drafts", "draft_tokens", "accepted_tokens", "rollbacks", "rolled_back_tokens"):
+            assert counted[name] == counts[name], name
 
 
 @pytest.mark.parametrize("kind", ["draft model", "ngram"])

@@ -283,7 +283,7 @@ def test_settling_is_to_advance_or_to_truncate_each_pool(target, draft):
 def test_settling_keeps_slots_for_drafts_that_wait():
     table = make_table(BlockAllocator(9), 6, 5)
     table.reserve(16)
-    assert table.settle((7, 9), 10) == 1
+    assert table.settle((7, 8), 9) == 1
     assert len(table.blocks) == 3
     assert table.settle((7, 7), 8) == 1
     assert len(table.blocks) == 2
