@@ -60,6 +60,8 @@ def run_rounds(step: SpeculativeStep, entries: SequenceOf[ScheduledSequence]) ->
     looks_up = isinstance(in_rounds, Lookup)
     rows = [_row(entry, k, most, looks_up) for entry, (k, most) in zip(entries, reserved, strict=True)]
     drafting = [row for row in rows if row.num_draft_tokens]
+    if stop_rule is not None and len(stop_rule.leads) != len(drafting):
+        return None  # somebody has no room: it is not for them
     draft = lookup = None
     if drafting and looks_up:
         lookup = in_rounds
@@ -83,7 +85,7 @@ def _row(entry: ScheduledSequence, num_draft_tokens: int, most_tokens: int, look
     if looks_up and num_draft_tokens:
         start = draft_context_len = 0  # it looks at all of them
     elif len(table.context_lens) > DRAFT:
-        draft_context_len = table.context_lens[DRAFT]
+        draft_context_len = min(table.context_lens[DRAFT], sequence.num_tokens + len(draft))  # of a draft that was cut
         if num_draft_tokens:
             start = min(start, draft_context_len)
         else:

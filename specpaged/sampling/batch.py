@@ -31,7 +31,8 @@ class ChosenTokens(NamedTuple):
 
 
 class SamplingBatch:
-    """Requests of one step. Valid for that step alone: outputs committed later are another batch's.
+    """Requests of one step. Valid for that step alone, as outputs committed later are another batch's, unless it
+    `takes_argmax`.
 
     The target meets the noise that the draft has met: `drawn` is the `noise` of the batch before, a proposal's for the
     one that verifies it, so that nothing is drawn twice.
@@ -50,7 +51,7 @@ class SamplingBatch:
         self.all_greedy = all(request.params.greedy for request in requests)  # no row gets noise
         self.needs_processing = any(request.needs_processing for request in requests)
         self.noise: Noise = {}  # what this batch has met
-        self._drawn = drawn or {}
+        self._drawn = {} if self.takes_argmax else drawn or {}
 
     @property
     def takes_argmax(self) -> bool:

@@ -163,7 +163,7 @@ class ContinuousScheduler:
 
     def _prefill_budget(self, candidates: list[Sequence], missing: list[int]) -> int:
         """Tokens of the step for prompts: they leave one to everybody who decodes, and up to half of the rest to
-        drafts. None where all decode, and nobody waits."""
+        drafts. 0 where all decode, and nobody waits."""
         decoding = [sequence for sequence, count in zip(candidates, missing, strict=True) if count == 1]
         if not self.waiting and len(decoding) == len(missing):
             return 0

@@ -11,8 +11,9 @@ from specpaged.speculation.acceptance import AcceptanceModel, RequestAcceptance
 from specpaged.speculation.controller import Candidate, MeasuringController, Plan
 from specpaged.speculation.cost_model import CostModel
 from specpaged.speculation.looks import Looks
+from specpaged.speculation.selecting import Selecting
 from specpaged.speculation.selection import Selection, select
-from specpaged.speculation.step_times import StepTimes
+from specpaged.speculation.step_times import TimesOfSteps
 from specpaged.speculation.stop_rule import StopRule
 from specpaged.speculation.trials import TRIAL_STEPS, Trials
 
@@ -33,12 +34,6 @@ _TO_BEGIN, _TO_GO_ON = 0.04, 0.015
 _DOUBT_TO_BEGIN, _DOUBT_TO_GO_ON = 1 / 3, 1 / 6  # standard deviations
 _EARLY = 0.4  # divided by the square root of the number of outcomes
 _REPAID_WITHIN = 128, 0.5  # tokens, and of those that may come, which are the most that will
-_USES = 32  # of a table of times, until it is made anew
-_NOTHING = 0.02  # of a step: what this saves is not worth looking for
-_SELECTING = 4e-5  # seconds that it takes
-_SELECTS_SELDOM = 8  # times it is asked, where selecting has gained less than it takes
-_GAIN_RATE = 0.1  # of the average of what it gains
-_MOST_GAIN = 0.1
 _DEAR = 0.08  # of a plain step: a pass of the drafter that is worth stopping for
 _TOLD_APART = 0.6  # in logits: of less spread, evidence says too little to stop a proposal by
 
@@ -59,34 +54,29 @@ class AdaptiveController(MeasuringController):
         self.stops = stops
         self.by_evidence = by_evidence
         self.acceptance = AcceptanceModel()
+        self.selecting = Selecting()
+        self._times = TimesOfSteps(costs)
         self._requests: dict[Hashable, RequestAcceptance] = {}
         # By batch size, most drafts of one sequence, the logit expected of them, whether anyone drafts, and rounds.
         self._paying: dict[tuple[int, int, float, bool, tuple[int, int]], bool] = {}
         self._age = 0  # plans
         self._asked = 0  # when what could pay was asked anew
-        self._context = 0.0  # tokens that the sequences of the last plan had in the mean
-        self._times_of: dict[tuple[int, int, int], StepTimes] = {}  # by batch size and the costs' rounds
         self._is_drafting = self._was_trial = False
         self._counts: list[int] = []  # of the last plan
         self._planned = _PLANNED  # steps that it was good for
         self._unseen: dict[Hashable, int] = {}  # drafts to verify of each sequence, where they come for nothing
-        self._gain = _MOST_GAIN  # of speed, by what was left out lately
-        self._num_unselected = 0  # proposals since the last selection
-        self._selected = 1.0  # drafts of a sequence, in the mean of the last selections
-        self._selected_speed = 1.0  # that these promised, over plain decoding's
 
     @override
     def plan(self, candidates: Sequence[Candidate], num_steps: int = 1) -> Plan:
         self._age += 1
         if self._was_trial:  # what it has shown is to be known at once
             self._was_trial = False
-            self.costs.target.expire_table()
-            self._times_of.clear()
+            self._times.expire()
             self._paying.clear()
-        self._context = sum([c.context_len for c in candidates]) / len(candidates)
+        self._times.context = sum([c.context_len for c in candidates]) / len(candidates)
         nothing = [0] * len(candidates)
         looking = LOOKING if self._is_drafting else self._share_of_looking(candidates)
-        plain_seconds = self._times(len(candidates), 0).plain
+        plain_seconds = self._times.of(len(candidates), 0).plain
         self.looks.earn(looking * num_steps * plain_seconds, _MOST_SAVED * plain_seconds)
         if not looking:
             self._is_drafting = False
@@ -107,18 +97,17 @@ class AdaptiveController(MeasuringController):
         was_drafting, self._is_drafting = self._is_drafting, any(counts)
         if was_drafting and self._is_drafting:
             tried = self.trials.next(counts, self._speed(len(candidates), rate), num_steps)
-            if tried is not None:
-                self._was_trial = True
-                return Plan(tried, num_steps=TRIAL_STEPS, is_trial=True)
-        if not self._is_drafting and self.by_evidence:
+        elif not self._is_drafting and self.by_evidence:
             tried = self._rows_to_try(candidates, logits, num_steps * plain_seconds)
-            if tried is not None:
-                self._was_trial = True
-                return Plan(tried, num_steps=TRIAL_STEPS, is_trial=True, tries_rows=True)
+        else:
+            tried = None
+        if tried is not None:
+            self._was_trial = True
+            return Plan(tried, num_steps=TRIAL_STEPS, is_trial=True, tries_rows=not self._is_drafting)
         stop_rule, without_rule = None, counts
         if self._is_drafting and self.by_evidence and self.stops:
             may_stop = self._may_stop(len(candidates))
-            if may_stop or self._gain >= _NOTHING:
+            if may_stop or self.selecting.pays:
                 stop_rule = self._stop_rule(candidates, counts, rate)
             if may_stop:
                 counts = self._deeper(candidates, counts)
@@ -131,38 +120,26 @@ class AdaptiveController(MeasuringController):
     def selects(self) -> bool:
         if not self.by_evidence:
             return bool(self._unseen)
-        self._num_unselected += 1
-        return self._gain >= _NOTHING or self._num_unselected >= _SELECTS_SELDOM
+        return self.selecting.is_due()
 
     @override
     def select(self, sequences: Sequence[Hashable], evidence: Sequence[Sequence[float]]) -> list[int]:
-        self._num_unselected = 0
         lengths = list(map(len, evidence))
         num_drafts = sum(lengths)
         if not num_drafts:
             return lengths
         if not self.by_evidence:  # what was planned before anything was drafted
             return [min(n, self._unseen.get(s, n)) for n, s in zip(lengths, sequences, strict=True)]
-        times = self._times(len(sequences), num_drafts)
-        if times.verify[num_drafts] < (1.0 + _NOTHING) * times.verify[0]:
-            self._gain += _GAIN_RATE * (0.0 - self._gain)
+        times = self._times.of(len(sequences), num_drafts)
+        if not self.selecting.could_gain(times, num_drafts):
             return lengths
         chances = [
             self.acceptance.chances_of(self._request(sequence), of_draft) if of_draft else ()
             for sequence, of_draft in zip(sequences, evidence, strict=True)
         ]
-        # What the proposal has taken is part of the step: without it, rows would seem dearer than they are.
         num_rounds = self.costs.drafting_rounds
         proposal = self.costs.proposal(sum(map(bool, lengths)) if times.later else 0) / num_rounds
-        proposal += times.later_passes(lengths)
-        counts, rate = select(chances, times.verify, proposal_seconds=proposal)
-        seconds_of_all = times.verify[num_drafts] + proposal
-        rate_of_all = (len(sequences) + sum(map(sum, chances))) / seconds_of_all
-        gain = rate / rate_of_all - 1.0 - _SELECTING / (num_rounds * seconds_of_all)
-        self._gain += _GAIN_RATE * (min(_MOST_GAIN, gain) - self._gain)
-        self._selected += _GAIN_RATE * (sum(counts) / len(counts) - self._selected)
-        self._selected_speed += _GAIN_RATE * (self._speed(len(counts), rate) - self._selected_speed)
-        return counts
+        return self.selecting.select(chances, times, proposal + times.later_passes(lengths), num_rounds)
 
     @override
     def observe_drafts(
@@ -230,7 +207,7 @@ class AdaptiveController(MeasuringController):
 
     def _depths(self, candidates: Sequence[Candidate], chances: Sequence[Sequence[float]]) -> Selection:
         """The drafts of each candidate that promise most, of those with these chances."""
-        times = self._times(len(candidates), sum(map(len, chances)))
+        times = self._times.of(len(candidates), sum(map(len, chances)))
         worth = 1.0 + max(_TO_BEGIN, _DOUBT_TO_BEGIN * times.doubt)
         if self._is_drafting:
             worth = 1.0 + max(_TO_GO_ON, _DOUBT_TO_GO_ON * times.doubt)
@@ -251,20 +228,21 @@ class AdaptiveController(MeasuringController):
 
         def hopeful(by: float) -> list[int]:
             chances = self._chances(candidates, logits)
-            times = self._times(num_seqs, sum(map(len, chances)))
+            times = self._times.of(num_seqs, sum(map(len, chances)))
             passes = (times.first, times.later)
             return select(chances, times.verify, passes, plain_seconds=math.exp(by) * times.plain).counts
 
         def price(num_rows: int) -> float:
-            times = self._times(num_seqs, num_rows)
-            return TRIAL_STEPS * (times.verify[num_rows] - times.plain)
+            times, costs = self._times.of(num_seqs, num_rows), self.costs
+            alone = costs.rest(num_seqs) - costs.rest(num_seqs, costs.drafting_rounds) / costs.drafting_rounds
+            return TRIAL_STEPS * (times.verify[num_rows] + alone - times.plain)  # each round is a step of its own
 
         counts = self.trials.next_rows(num_seqs, seconds, hopeful, price)
         return None if counts is None else [min(count, c.most) for count, c in zip(counts, candidates, strict=True)]
 
     def _speed(self, num_seqs: int, tokens_per_second: float) -> float:
         """That rate over plain decoding's of so many sequences, as it is believed to be."""
-        return tokens_per_second * self._times(num_seqs, 0).plain / num_seqs
+        return tokens_per_second * self._times.of(num_seqs, 0).plain / num_seqs
 
     def _repaid(self, candidates: Sequence[Candidate], selection: Selection) -> list[bool]:
         """Of each, whether its tokens that are to come gain more by drafting than it takes to catch up before."""
@@ -272,7 +250,7 @@ class AdaptiveController(MeasuringController):
         backlog = sum([c.lag - 1 for c, count in zip(candidates, counts, strict=True) if count and c.lag > _NEAR])
         if not backlog:
             return [True] * len(candidates)
-        gained = self._times(len(candidates), 0).plain / len(candidates) - 1.0 / selection.tokens_per_second
+        gained = self._times.of(len(candidates), 0).plain / len(candidates) - 1.0 / selection.tokens_per_second
         draft, num_drafting = self.costs.draft, sum(map(bool, counts))
         catching_up = draft.of_rows(num_drafting + backlog) - draft.of_rows(num_drafting)  # in the first pass
         repaid = gained * backlog / catching_up if catching_up > 0 else math.inf  # tokens, for each that is to come
@@ -292,7 +270,7 @@ class AdaptiveController(MeasuringController):
 
     def _may_stop(self, batch_size: int) -> bool:
         """Whether passes are dear enough, and evidence says enough, to lay out more of them than will be run."""
-        times = self._times(batch_size, 0)
+        times = self._times.of(batch_size, 0)
         return self.acceptance.spread > _TOLD_APART and times.later[batch_size] > _DEAR * times.plain
 
     def _deeper(self, candidates: Sequence[Candidate], counts: Sequence[int]) -> list[int]:
@@ -306,48 +284,17 @@ class AdaptiveController(MeasuringController):
         """Of drafts that come for nothing: it keeps about those that were selected lately."""
         if not self.by_evidence:
             return None
-        model, num_seqs = self.acceptance, len(candidates)
-        requests = [self._request(c.sequence) for c in candidates if c.most]
-        num_drafts = round(self._selected * num_seqs)
+        requests, num_seqs = [self._request(c.sequence) for c in candidates if c.most], len(candidates)
+        num_drafts = round(self.selecting.num_drafts * num_seqs)
         further = 1 + num_drafts // 2
-        times = self._times(num_seqs, num_drafts + further)
+        times = self._times.of(num_seqs, num_drafts + further)
         row_seconds = (times.verify[num_drafts + further] - times.verify[num_drafts]) / further
-        return StopRule(
-            slope=model.slope,
-            intercepts=model.intercepts,
-            leads=[model.request_weight * request.lead for request in requests],
-            expected=[0.0] * len(requests),  # nobody goes on drafting
-            row_tokens=self._selected_speed * num_seqs / times.plain * max(0.0, row_seconds),
-            pass_tokens=0.0,
-        )
+        rate = self.selecting.speed * num_seqs / times.plain
+        return StopRule.of(self.acceptance, requests, rate * row_seconds, 0.0)
 
     def _stop_rule(self, candidates: Sequence[Candidate], counts: Sequence[int], rate: float) -> StopRule:
-        model = self.acceptance
         requests = [self._request(c.sequence) for c, count in zip(candidates, counts, strict=True) if count]
         num_drafts = sum(counts)
-        times = self._times(len(candidates), num_drafts)
+        times = self._times.of(len(candidates), num_drafts)
         row_seconds = (times.verify[num_drafts] - times.verify[0]) / num_drafts  # as steps go, between two nodes of f
-        return StopRule(
-            slope=model.slope,
-            intercepts=model.intercepts,
-            leads=[model.request_weight * request.lead for request in requests],
-            expected=[model.expected(request) for request in requests],
-            row_tokens=rate * max(0.0, row_seconds),
-            pass_tokens=rate * times.later[len(requests)],
-        )
-
-    def _times(self, batch_size: int, num_drafts: int) -> StepTimes:
-        """Of steps of this batch. They are made anew now and then, and when contexts have grown."""
-        context = self._context
-        key = batch_size, self.costs.plain_rounds, self.costs.drafting_rounds
-        times = self._times_of.get(key)
-        if (
-            times is None
-            or len(times.verify) <= num_drafts
-            or times.uses >= _USES
-            or abs(context - times.context) > 32 + 0.2 * times.context
-        ):
-            most = max(num_drafts, batch_size if times is None else len(times.verify) - 1)
-            times = self._times_of[key] = StepTimes.of(self.costs, batch_size, most, context)
-        times.uses += 1
-        return times
+        return StopRule.of(self.acceptance, requests, rate * row_seconds, rate * times.later[len(requests)])

@@ -35,7 +35,7 @@ class Plan:
 
     num_draft_tokens: list[int]
     looks_back: Sequence[int] = ()  # indices of candidates
-    # Its rows are the candidates with drafts, in order. In further rounds of a call it selects from them, too.
+    # Its rows are the candidates with drafts, in order. It selects, too, from drafts made in a call of several rounds.
     stop_rule: StopRule | None = None
     without_rule: Sequence[int] = ()  # the drafts of each candidate where nobody asks the rule
     num_steps: int = 1  # that it is good for, as long as the candidates are the same; but for its looks

@@ -109,11 +109,16 @@ class CostModel:
         rest_seconds: float = 0.0,
         num_rounds: int = 1,
     ) -> None:
-        """A proposal of such passes has taken so long, and the rest of the step, of so many sequences, so long."""
+        """A proposal of such passes has taken so long, and the rest of the step, of so many sequences, so long.
+
+        Without passes there was none: drafts were made in the rounds themselves.
+        """
         self._observe_drafting_rest(rest_seconds, num_seqs, num_rounds)
+        if not passes:
+            return
         draft, busy = self.draft, self._of_target.newest
         of_passes = [0.0 if draft is None else draft.of(shape) for shape in passes]
-        besides = self._own_proposal(passes[0].num_seqs if passes else 0)
+        besides = self._own_proposal(passes[0].num_seqs)
         expected = besides + sum(of_passes)
         if not (seconds > 0 and expected > 0):
             return

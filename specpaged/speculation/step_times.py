@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from specpaged.speculation.cost_model import CostModel
 
 _SEVERAL = 3  # rows of a sequence
+_USES = 32  # of a table of times, until it is made anew
 _USUAL_LAG = 1.25  # tokens that the drafter has not run, of a sequence that drafts in every step, in the mean
 
 
@@ -53,3 +54,35 @@ class StepTimes:
         first = [rows[num_first[n]] + of_sequences[n] + n * besides for n in range(batch_size + 1)]
         later = [rows[n] + of_sequences[n] for n in range(batch_size + 1)]
         return cls(context, plain, verify, first, later, doubt)
+
+
+class TimesOfSteps:
+    """StepTimes of every batch size, as often as they are asked for. They are made anew now and then, and when the
+    `context` has grown: the tokens that sequences have in the mean.
+    """
+
+    def __init__(self, costs: CostModel):
+        self.costs = costs
+        self.context = 0.0
+        self._known: dict[tuple[int, int, int], StepTimes] = {}  # by batch size and the costs' rounds
+
+    def of(self, batch_size: int, num_drafts: int) -> StepTimes:
+        """With so many drafts at least."""
+        context = self.context
+        key = batch_size, self.costs.plain_rounds, self.costs.drafting_rounds
+        times = self._known.get(key)
+        if (
+            times is None
+            or len(times.verify) <= num_drafts
+            or times.uses >= _USES
+            or abs(context - times.context) > 32 + 0.2 * times.context
+        ):
+            most = max(num_drafts, batch_size if times is None else len(times.verify) - 1)
+            times = self._known[key] = StepTimes.of(self.costs, batch_size, most, context)
+        times.uses += 1
+        return times
+
+    def expire(self) -> None:
+        """From now on, what passes take is as it is known now."""
+        self.costs.target.expire_table()
+        self._known.clear()

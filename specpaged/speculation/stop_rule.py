@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from specpaged.speculation.acceptance import sigmoid
+from specpaged.speculation.acceptance import AcceptanceModel, RequestAcceptance, sigmoid
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -18,7 +18,7 @@ class StopRule:
         sum over i of  max(0, chance_i * expected_i - row_tokens)  >  pass_tokens
 
     Of what was drafted, those are verified whose chance is at least `row_tokens`, where the controller does not select
-    itself: in all but the first of several rounds that are one call.
+    itself: of drafts that are made within a call of several rounds.
     """
 
     slope: float
@@ -27,6 +27,20 @@ class StopRule:
     expected: Sequence[float]  # of each row: the probability of its next draft
     row_tokens: float  # what one more row to verify costs
     pass_tokens: float  # what one more pass of the drafter costs
+
+    @classmethod
+    def of(
+        cls, model: AcceptanceModel, requests: Sequence[RequestAcceptance], row_tokens: float, pass_tokens: float
+    ) -> StopRule:
+        """For drafts of these requests, as the model knows them. To noise, a row may seem to cost less than nothing."""
+        return cls(
+            slope=model.slope,
+            intercepts=model.intercepts,
+            leads=[model.request_weight * request.lead for request in requests],
+            expected=[model.expected(request) for request in requests],
+            row_tokens=max(0.0, row_tokens),
+            pass_tokens=pass_tokens,
+        )
 
     def goes_on(self, chances: Sequence[float], rows: Sequence[int]) -> bool:
         """Whether another pass is worth it for these rows with these chances."""

@@ -141,6 +141,16 @@ def test_what_a_call_takes_beside_its_rounds_is_not_taken_for_what_each_round_wo
     assert model.rest(4) == pytest.approx(0.35 / (1 + 3 * _FURTHER_ROUND), rel=0.05)
 
 
+def test_drafts_that_are_made_within_rounds_say_nothing_of_proposals():
+    draft = PassSeconds([1, 64], [0.05, 0.05])
+    model = CostModel(PassSeconds(NODES, known()), draft, seconds_per_proposal=0.05, seconds_per_step=0.1)
+    for _ in range(100):
+        model.observe_target(PassShape(4, 1), model.target.of_rows(4))
+        model.observe_proposal([], 1e-4, 1, 0.3, 4)
+    assert (model.seconds_per_proposal, draft.of_rows(1)) == (0.05, 0.05)
+    assert model.rest(1, 4) == pytest.approx(0.3, rel=0.05)
+
+
 def test_what_a_host_takes_beside_every_step_is_not_on_the_proposals_account():
     """Though steps that draft are all that is heard at first. Plain ones may show later that it was the drafts."""
     draft = PassSeconds([1, 64], [0.05, 0.05])

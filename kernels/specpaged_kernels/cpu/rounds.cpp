@@ -208,8 +208,19 @@ private:
             num_found += count;
         }
         if (drafting.empty()) return OK;
-        const bool is_ruled = rule_ && rule_->num_seqs == int64_t(drafting.size());  // else some had no room
-        const int status = run(*draft_, drafting.size(), num_found, true, is_ruled ? rule_ : nullptr, &num_steps);
+        std::vector<double> leads, expected;  // of those who draft: some may have ended, or have no room
+        StopRule rule = {};
+        if (rule_) {
+            for (const auto* s : drafting) {
+                leads.push_back(rule_->leads[s->rule_row]);
+                expected.push_back(rule_->expected[s->rule_row]);
+            }
+            rule = *rule_;
+            rule.leads = leads.data();
+            rule.expected = expected.data();
+            rule.num_seqs = int64_t(drafting.size());
+        }
+        const int status = run(*draft_, drafting.size(), num_found, true, rule_ ? &rule : nullptr, &num_steps);
         if (status != OK) return status;
         size_t next = 0;
         for (auto* s : drafting) s->draft_context = s->num_tokens() + std::min(num_steps, num_useful(*s)) - 1;
