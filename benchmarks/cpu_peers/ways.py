@@ -1,7 +1,7 @@
 """In which ways each library takes part: where it has two, and neither is the quickest everywhere, both do.
 
 **OpenVINO GenAI** keeps float32 weights as it is used most, and reads twice the bytes of the checkpoint's float16 for
-them: where they do not fit into the caches it is nearly twice as quick at B = 1 with weights converted to float16,
+them: where they do not fit into the caches it is up to twice as quick at B = 1 with weights converted to float16,
 which hold the same numbers. At B = 8 and 32 float32 is quicker. KV is u8, its default, in both: with f16 or f32 it is
 not quicker by more than runs differ.
 
