@@ -63,7 +63,8 @@ bench-adaptive: install
 	  $(BIN)/python -m benchmarks.adaptive --threads $$threads --batch-sizes 1,8,32 --ks 1,2,3,5 --out $(OUT)/adaptive; \
 	done
 
-# What cannot be installed is named by the benchmark, and left out.
+# What cannot be installed is named by the benchmark, and left out. Why there are two builds: benchmarks/cpu_peers/ways.py
+AVX2 := -DGGML_NATIVE=OFF $(foreach set,SSE42 AVX AVX2 BMI2 FMA F16C,-DGGML_$(set)=ON)
 bench-peers: install .venv-peers/.installed
 	for threads in 1 2; do \
 	  $(BIN)/python -m benchmarks.cpu_peers --python .venv-peers/bin/python --threads $$threads --out $(OUT)/peers; \
@@ -73,6 +74,10 @@ bench-peers: install .venv-peers/.installed
 	$(PYTHON) -m venv .venv-peers
 	-$(if $(TORCH_INDEX_URL),.venv-peers/bin/python -m pip install --quiet --retries 0 --timeout 10 --index-url $(TORCH_INDEX_URL) torch)
 	while read -r package; do .venv-peers/bin/python -m pip install --quiet "$$package"; done < requirements-peers.txt
+	if grep -q -s avx512f /proc/cpuinfo; then \
+	  CMAKE_ARGS="$(AVX2)" .venv-peers/bin/python -m pip install --quiet --no-deps --no-cache-dir \
+	    --no-binary llama-cpp-python --target .venv-peers/avx2 "$$(grep llama-cpp-python requirements-peers.txt)"; \
+	fi
 	touch $@
 
 # Leaks are not looked for, as Python has its own; nor is memory limited, which the sanitizers need themselves.

@@ -70,7 +70,7 @@ def pytest_terminal_summary(terminalreporter, config):
 
 def pytest_unconfigure(config):
     results = config.stash.get(RESULTS, {})
-    measured = {"throughput", "k_sweep", "draft_step", "memory", "paging"} & results.keys()
+    measured = {"throughput", "roofline", "k_sweep", "draft_step", "memory", "paging"} & results.keys()
     matrix = results.pop("rollback", None)  # a study's result, which has a file of its own
     matrix = matrix if isinstance(matrix, Result) else None
     if not measured and matrix is None:

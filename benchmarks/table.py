@@ -11,14 +11,20 @@ STAGES = ("schedule", "propose", "score", "verify", "commit", "outside")
 
 
 def print_tables(results: dict[str, Any]) -> None:
-    """Two tables per B: who was how fast, and where our own time went; then what K would have been best."""
+    """Three tables per B: who was how fast, where our own time went, and how near our passes are to what they have to
+    read and to multiply; then the same of other passes, and what K would have been best.
+    """
     console = Console(width=150)
     for batch_size, result in results.get("throughput", {}).items():
         console.print(_speeds(batch_size, result))
         ratio = result["exact_over_fast"]
         console.print(f"exact / fast, plain: {ratio['median']:.2f} ({ratio['min']:.2f}-{ratio['max']:.2f})")
         console.print(_stages(batch_size, result))
+        if result["target_passes"]:
+            console.print(_roofs(f"B = {batch_size}: target passes, by rows of a sequence", result["target_passes"]))
 
+    for model, passes in results.get("roofline", {}).items():
+        console.print(_roofs(f"{model}: passes by rows", passes))
     if "k_sweep" in results:
         console.print(_sweep(results["k_sweep"]))
     for model, entry in results.get("draft_step", {}).items():
@@ -43,6 +49,20 @@ def _sweep(sweep: dict[str, Any]) -> Table:
     for batch_size, entry in sweep.items():
         ratios = (f"{ratio['median']:.2f}" for ratio in entry["over_plain"].values())
         table.add_row(batch_size, *ratios, str(entry["best"]))
+    return table
+
+
+def _roofs(title: str, passes: dict[str, Any]) -> Table:
+    table = Table(title=title, caption="bytes, flops: what bare loops take for as many, in turn with the passes")
+    for column in ("rows", "ms", "MB", "Mflop", "bytes, ms", "flops, ms", "x of the larger", "min-max"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for rows, entry in passes.items():
+        ratio = entry["over_roof"]
+        table.add_row(
+            rows, f"{entry['ms']:.3f}", f"{entry['megabytes']:.1f}", f"{entry['megaflops']:.1f}",
+            f"{entry['ms_of_bytes']:.3f}", f"{entry['ms_of_flops']:.3f}",
+            f"{ratio['median']:.2f}", f"{ratio['min']:.2f}-{ratio['max']:.2f}",
+        )  # fmt: skip
     return table
 
 

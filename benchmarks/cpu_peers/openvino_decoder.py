@@ -1,4 +1,4 @@
-"""OpenVINO GenAI's continuous batching, with its defaults: float32 weights, KV in 8 bits."""
+"""OpenVINO GenAI's continuous batching, with its defaults: KV in 8 bits. Arithmetic is in float32."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _KV_GIB = 2
 
 class OpenVino:
     def __init__(self, job: Job):
-        self.version = f"openvino-genai {importlib.metadata.version('openvino-genai')}, fp32, u8 KV"
+        self.version = f"openvino-genai {importlib.metadata.version('openvino-genai')}, {job.weights} weights, u8 KV"
         folder = Path(job.converted)
         scheduler = openvino_genai.SchedulerConfig()
         scheduler.cache_size = _KV_GIB
@@ -31,9 +31,9 @@ class OpenVino:
         arguments: dict[str, Any] = dict(properties)
         self.num_drafts = job.num_drafts or 0
         if job.draft is not None:
-            path = _converted(Path(job.draft), folder / "draft-openvino")
+            path = _converted(Path(job.draft), folder, "draft", job.weights)
             arguments["draft_model"] = openvino_genai.draft_model(str(path), "CPU", **properties)
-        target = _converted(Path(job.target), folder / "target-openvino")
+        target = _converted(Path(job.target), folder, "target", job.weights)
         self.pipeline = openvino_genai.ContinuousBatchingPipeline(str(target), scheduler, "CPU", arguments)
 
     def decode(self, prompts: Sequence[Sequence[int]], output_len: int) -> list[list[int]]:
@@ -48,10 +48,13 @@ class OpenVino:
         return [list(result.m_generation_ids[0]) for result in results]
 
 
-def _converted(checkpoint: Path, folder: Path) -> Path:
+def _converted(checkpoint: Path, converted: Path, role: str, weights: str) -> Path:
+    folder = converted / f"{role}-openvino-{weights}"
     if not (folder / "openvino_model.xml").exists():
         command = [Path(sys.executable).with_name("optimum-cli"), "export", "openvino", "--model", checkpoint]
-        subprocess.run([*command, "--task", "text-generation-with-past", "--weight-format", "fp32", folder], check=True)
+        subprocess.run(
+            [*command, "--task", "text-generation-with-past", "--weight-format", weights, folder], check=True
+        )
     return folder
 
 

@@ -20,6 +20,10 @@ def print_table(results: dict[str, Any]) -> None:
             speed = cell["tokens_per_second"].get(name)
             columns.append("-" if speed is None else f"{speed[0]:.0f} ({cell['over_ours'][name]:.2f})")
         typer.echo(f"{name:<{width}}" + "".join(f"{column:>20}" for column in columns))
+    for cell, of in cells.items():
+        for own, beside in of["over_the_best_peer"].items():
+            ratio, least, most = beside["ratio"]
+            typer.echo(f"{cell}: {own} is {ratio:.2f} ({least:.2f}-{most:.2f}) of {beside['peer']}")
     for name, reason in results["missing"].items():
         typer.echo(f"{name} is left out: {reason}")
     equal = {name: cell["equal_outputs"] for name, cell in cells.items()}
@@ -40,7 +44,7 @@ def draw(results: dict[str, Any], path: Path) -> str:
     cells = results["cells"]
     names = list(dict.fromkeys(name for cell in cells.values() for name in cell["over_ours"]))
     width = 0.8 / len(names)
-    figure, axes = plt.subplots(figsize=(9, 4), layout="constrained")
+    figure, axes = plt.subplots(figsize=(9, 5), layout="constrained")
     for place, name in enumerate(names):
         of = [(i, cell["over_ours"][name]) for i, cell in enumerate(cells.values()) if name in cell["over_ours"]]
         offset = (place - (len(names) - 1) / 2) * width
@@ -48,7 +52,7 @@ def draw(results: dict[str, Any], path: Path) -> str:
     axes.axhline(1.0, color="black", linewidth=0.8)
     axes.set_xticks(range(len(cells)), list(cells))
     axes.set_ylabel("tokens/s, over ours, plain")
-    axes.legend(fontsize="small")
+    figure.legend(fontsize="small", ncols=2, loc="outside lower center")
     figure.savefig(path, dpi=120)
     plt.close(figure)
     return f"picture: {path}"

@@ -23,6 +23,7 @@ class Job:
     """What a decoder is to load."""
 
     library: str  # one of MODULES
+    weights: str  # the format of a library that has several
     target: str
     draft: str | None  # None: it decodes plainly
     num_drafts: int | None  # None: as many as ours decides
