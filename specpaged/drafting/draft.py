@@ -16,13 +16,15 @@ class Draft:
 
     `logprobs` are the drafter's own log-probabilities of its tokens, None where it has none: of prompt lookup,
     `num_matched` is the length of what was found. `probs` are the distributions that the tokens were drawn from, which
-    rejection sampling asks for alone.
+    rejection sampling asks for alone. Of a trial, tokens are any, as it is a pass with so many rows that is tried: no
+    metrics count it as a draft.
     """
 
     token_ids: Sequence[int] = ()
     logprobs: Sequence[float] | None = None
     probs: Tensor | None = None  # [K, V] float32, processed
     num_matched: int = 0
+    is_trial: bool = False
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -38,6 +40,7 @@ class Draft:
             None if self.logprobs is None else self.logprobs[:num_tokens],
             None if self.probs is None else self.probs[:num_tokens],
             self.num_matched,
+            self.is_trial,
         )
 
 

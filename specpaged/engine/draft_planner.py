@@ -19,7 +19,7 @@ logger = logging.getLogger("specpaged")
 
 # Seconds that it takes to look at a proposal's outcome, and to plan; what of the time may go into each; and the steps
 # from one to the next, at the least and at the most.
-_LOOKING, _LOOKS_SELDOM = (5e-5, 0.003), (3, 12)
+_LOOKING, _LOOKS_SELDOM = (8e-5, 0.004), (2, 12)
 _PLANNING, _PLANS_SELDOM = (1.6e-4, 0.0032), (1, 48)
 _LONGEST_MATCH = 6  # of prompt lookup: longer ones say no more
 
@@ -129,7 +129,16 @@ class DraftPlanner:
     def committed(self, sequence: Sequence, token_ids: SequenceOf[int]) -> None:
         """These tokens stand behind what was proposed: the outcome of as many drafts, verified or not."""
         if self._proposals and (draft := self._proposals.pop(sequence, None)):
-            self._outcomes.append((sequence, draft, token_ids))
+            self.told(sequence, draft, token_ids)
+
+    @property
+    def looks_at_rounds(self) -> bool:
+        """Whether what became of drafts made within rounds is to be `told`."""
+        return self.clock.num_steps <= OFTEN or self.clock.num_steps >= self._looked_next
+
+    def told(self, sequence: Sequence, draft: Draft, token_ids: SequenceOf[int]) -> None:
+        """These tokens stand where this was drafted."""
+        self._outcomes.append((sequence, draft, token_ids))
 
     def begin(self) -> None:
         """The target's pass begins, and the step before has ended."""

@@ -42,8 +42,7 @@ def propose(step: SpeculativeStep, scored: ScoredStep, reserve: Reserve) -> Nois
         return {}  # plain decoding
     if plan.tries_rows:
         for sequence, count in zip(going_on, counts, strict=True):
-            sequence.draft = Draft(sequence.token_ids[-1:] * count)
-        step.metrics.proposed_tokens += sum(counts)
+            sequence.draft = Draft(sequence.token_ids[-1:] * count, is_trial=True) if count else NO_DRAFT
         return {}
     num_draft_tokens = dict(zip(going_on, counts, strict=True))
     looking_back = set(looking)

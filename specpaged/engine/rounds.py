@@ -119,6 +119,8 @@ def commit_rounds(step: SpeculativeStep, scored: ScoredStep) -> None:
     metrics.peak_unverified_kv_tokens = max(metrics.peak_unverified_kv_tokens, *unverified)
     metrics.proposed_tokens += sum(rounds.num_drafted)  # those of the first round have been counted
     fared = _Fared([], [], [])
+    if step.planner is not None and step.planner.looks_at_rounds:
+        _tell_outcomes(step, scored)
     for i, entry in enumerate(scored.entries):
         _emit(step, entry.sequence, rounds, i, fared)
     start = time.perf_counter()
@@ -141,6 +143,24 @@ def commit_rounds(step: SpeculativeStep, scored: ScoredStep) -> None:
         metrics.rollbacks += sum(map(gt, fared.num_drafts, fared.num_kept))
         metrics.rolled_back_tokens += sum(fared.num_drafts) - sum(fared.num_kept)
         metrics.rollback_seconds += time.perf_counter() - start
+
+
+def _tell_outcomes(step: SpeculativeStep, scored: ScoredStep) -> None:
+    """Of the drafts that were made within these rounds: what is known of them has come along."""
+    looks_up = isinstance(step.drafter.in_rounds, Lookup)
+    for of_round in scored.rounds.rounds[1:]:
+        for entry, *of_sequence in zip(
+            scored.entries, of_round.drafts, of_round.evidence, of_round.token_ids, strict=True
+        ):
+            drafts, evidence, token_ids = of_sequence
+            if drafts:
+                step.planner.told(entry.sequence, _draft(drafts, evidence, looks_up), token_ids)
+
+
+def _draft(token_ids: list[int], evidence: list[float], looks_up: bool) -> Draft:
+    if looks_up:
+        return Draft(token_ids, num_matched=int(evidence[0]))
+    return Draft(token_ids, evidence)
 
 
 class _Fared(NamedTuple):
@@ -207,8 +227,7 @@ def propose_waiting(step: SpeculativeStep, scored: ScoredStep) -> bool:
     looks_up = isinstance(step.drafter.in_rounds, Lookup)
     for entry, (token_ids, evidence) in zip(scored.entries, scored.rounds.waiting(), strict=True):
         if token_ids and not entry.sequence.has_ended:
-            num_matched = int(evidence[0]) if looks_up else 0
-            entry.sequence.draft = Draft(token_ids, None if looks_up else evidence, num_matched=num_matched)
+            entry.sequence.draft = _draft(token_ids, evidence, looks_up)
     step.metrics.proposed_tokens += scored.rounds.num_drafted_ahead
     if step.planner is not None:
         step.planner.went_on(scored.num_rounds)

@@ -179,7 +179,7 @@ class SpeculativeStep:
                 result = next(results) if entry.samples else None
                 try:  # tokens first: a host has them already
                     if result is not None:
-                        if entry.draft:
+                        if entry.draft and not entry.draft.is_trial:
                             fared.append((entry.num_draft_tokens, result[1]))
                         num_kept = self._emit(entry, *result)
                     if sequence in scored.prompt_logits:
@@ -278,7 +278,7 @@ class SpeculativeStep:
         """Append the output of an entry that samples; how many of its drafts stand and were emitted."""
         sequence, k = entry.sequence, entry.num_draft_tokens
         sequence.metrics.rounds += 1
-        if k:
+        if k and not entry.draft.is_trial:
             sequence.metrics.record_draft(k, num_accepted)
         if self.planner is not None:
             self.planner.committed(sequence, token_ids)
