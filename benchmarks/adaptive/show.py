@@ -70,6 +70,7 @@ def draw(results: dict[str, Any], path: Path) -> str:
                 color="black" if is_adaptive else plt.get_cmap("viridis")(i / 6),
                 linewidth=2.2 if is_adaptive else 1.0,
                 linestyle="--" if name == "plain" else "-",
+                marker=".",  # of a pair with one B there is no line
             )
         ax.set_title(pair, fontsize=9)
         ax.set_xticks(range(len(sizes)), sizes, fontsize=8)
