@@ -72,6 +72,19 @@ def test_in_a_large_vocabulary_it_takes_what_the_largest_sum_of_all_says(vocab_s
     assert found.token_ids.tolist() == (logits + noise).max(dim=-1).indices.tolist()
 
 
+@pytest.mark.parametrize("size", [2.0**22, 2.0**26, 2.0**30, 3e38])
+def test_of_equal_sums_with_noise_the_first_is_chosen(size):
+    """Next to values as large noise is rounded to a few steps, or to none."""
+    generator = torch.Generator().manual_seed(1)
+    step = torch.tensor(size).nextafter(torch.tensor(0.0)) - size
+    logits = size + step * torch.randint(0, 3, (20, 5000), generator=generator)
+    noise = gumbel_noise(range(20), [2] * 20, 5000, "cpu")
+    expected = (logits + noise).max(dim=-1)
+    assert int((logits + noise == expected.values.unsqueeze(-1)).sum()) > 20  # there are such rows
+    found = choose(logits, [Choice(keys=row_keys(seed, 2)) for seed in range(20)])
+    assert found.token_ids.tolist() == expected.indices.tolist()
+
+
 def test_rows_are_alike_whatever_rows_and_strides_are_beside_them(monkeypatch):
     generator = torch.Generator().manual_seed(0)
     wide = 3 * torch.randn(9, 1010, generator=generator)
