@@ -115,19 +115,23 @@ private:
     // `wanted` is top_k or top_p; of the tokens with the value `floor` some that weigh `left_out` do not count.
     template <Measure MEASURE>
     End search(float floor, double wanted, int64_t left_out) {
-        Buckets buckets = guess<MEASURE>(floor, wanted);
+        const End of_all = {floor, 0, 0, 0};
+        Buckets left = {0, BUCKETS - 1}, buckets = guess<MEASURE>(floor, wanted);
         for (;;) {
             int64_t before, all;
             measure<MEASURE>(floor, buckets, &before, &all);
             const double enough = MEASURE == WEIGHT ? double(all - left_out) * wanted : wanted;
             const int more = 8 * (buckets.last + 1 - buckets.first);
             if (!(double(before) < enough)) {
-                buckets = {std::max(0, buckets.first - more), buckets.first - 1};
-                continue;
+                left.last = buckets.first - 1;
+                buckets = {std::max(left.first, left.last + 1 - more), left.last};
+            } else {
+                End end;
+                if (resolve<MEASURE>(buckets, before, enough, &end)) return end;
+                left.first = buckets.last + 1;
+                buckets = {left.first, std::min(left.first - 1 + more, left.last)};
             }
-            End end = {floor, 0, 0, 0};  // of all
-            if (resolve<MEASURE>(buckets, before, enough, &end) || buckets.last == BUCKETS - 1) return end;
-            buckets = {buckets.last + 1, std::min(buckets.last + more, BUCKETS - 1)};
+            if (left.first > left.last) return of_all;
         }
     }
 

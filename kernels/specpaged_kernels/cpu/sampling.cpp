@@ -3,9 +3,9 @@
 // Operations and their order are those of specpaged.sampling, which rounds each of them, so that tokens are the same,
 // bit for bit. Left out is what cannot matter:
 //
-//     top-k, top-p   only the values between which the last one that stays must lie are sorted (see cut.h)
-//     noise          is at most -ln w (see gumbel.h), and has a bound that needs no logarithm: nor does what stays below
-//                    the best so far even with that. What lies far below the best needs no bits either
+//     top-k, top-p   only values near to the last one that stays are sorted (see cut.h)
+//     noise          has a bound that needs no logarithm (see gumbel.h), and none is made of what stays below the best so
+//                    far even with that; spans that lie far below the best have no noise at all
 
 #pragma once
 
@@ -17,12 +17,12 @@
 
 namespace {
 
-struct Choice {           // how a row's token is chosen; the struct of the same name in sampling.py
-    float temperature;    // 0 and 1: none
-    float log_min_p;      // -inf: none
-    int64_t top_k;        // 1 .. V
-    double top_p;         // above 0; 1: none
-    uint32_t keys[3];     // of the noise
+struct Choice {         // how a row's token is chosen; the struct of the same name in sampling.py
+    float temperature;  // 0 and 1: none
+    float log_min_p;    // -inf: none
+    int64_t top_k;      // 1 .. V
+    double top_p;       // above 0; 1: none
+    uint32_t keys[3];   // of the noise
     uint32_t has_noise;
 };
 
