@@ -72,7 +72,8 @@ void forward(const Decoder& decoder, Pass pass, void* const* pools, const int64_
     const int64_t q_size = decoder.num_heads * head_dim, qkv_size = q_size + 2 * decoder.num_kv_heads * head_dim;
     const int threads = int(pass.num_threads);
     int64_t num_rows = pass.num_rows;
-    // The rows that the last layer runs for behind its attention: from there on, no row is another one's concern.
+    // The rows that the last layer runs for once it has stored its keys and values: from there on, no row is another
+    // one's concern.
     const bool all_rows = !logits_idx && num_logits == num_rows;
     const bool wants_last = hidden_states && hidden_states->last;
     std::vector<int64_t> output_rows(logits_idx, logits_idx + (all_rows ? 0 : num_logits));
@@ -81,6 +82,9 @@ void forward(const Decoder& decoder, Pass pass, void* const* pools, const int64_
         std::sort(output_rows.begin(), output_rows.end());
         output_rows.erase(std::unique(output_rows.begin(), output_rows.end()), output_rows.end());
     }
+    std::vector<int64_t> attending_rows = output_rows;
+    std::sort(attending_rows.begin(), attending_rows.end());
+    attending_rows.erase(std::unique(attending_rows.begin(), attending_rows.end()), attending_rows.end());
     const int64_t num_outputs = all_rows ? num_rows : int64_t(output_rows.size());
     const int64_t most_rows = std::max(num_rows, num_outputs);
     std::vector<T> x(size_t(num_rows * hidden)), normed(size_t(most_rows * hidden)), added(normed.size());
@@ -92,21 +96,29 @@ void forward(const Decoder& decoder, Pass pass, void* const* pools, const int64_
                            T* to) {
         linear(from.data(), in, num_rows, weight, (const T*)bias, in, out, to, threads);
     };
+    const auto by_rows = [&](const auto& body) { run_by_rows(num_rows, threads, body); };
+    const auto norm = [&](std::vector<T>& from, const T* more, float multiplier, const float* weight) {
+        by_rows([&](int64_t first, int64_t count) {
+            rms_norm(&from[size_t(first * hidden)], hidden, more ? more + first * hidden : nullptr, multiplier, weight,
+                     decoder.eps, count, hidden, &normed[size_t(first * hidden)]);
+        });
+    };
     const auto add_and_norm = [&](const T* more, const float* weight) {
-        rms_norm(x.data(), hidden, more, decoder.residual_multiplier, weight, decoder.eps, num_rows, hidden,
-                 normed.data());
+        norm(x, more, decoder.residual_multiplier, weight);
     };
     const auto norm_added = [&](const float* weight) {  // what some families do before they add
         if (!weight) return;
-        rms_norm(added.data(), hidden, (const T*)nullptr, 1.0f, weight, decoder.eps, num_rows, hidden, normed.data());
+        norm(added, nullptr, 1.0f, weight);
         std::swap(added, normed);
     };
 
     const auto embed = [&](const auto* embedding) {
-        for (int64_t row = 0; row < num_rows; ++row)
-            for (int64_t i = 0; i < hidden; ++i)
-                from_float(to_float(embedding[token_ids[row] * hidden + i]) * decoder.embedding_multiplier,
-                           &x[size_t(row * hidden + i)]);
+        by_rows([&](int64_t first, int64_t count) {
+            for (int64_t row = first; row < first + count; ++row)
+                for (int64_t i = 0; i < hidden; ++i)
+                    from_float(to_float(embedding[token_ids[row] * hidden + i]) * decoder.embedding_multiplier,
+                               &x[size_t(row * hidden + i)]);
+        });
     };
     if (decoder.embedding_storage == BFLOAT16) embed((const bfloat16*)decoder.embedding);
     else if (decoder.embedding_storage == FLOAT16) embed((const float16*)decoder.embedding);
@@ -122,19 +134,23 @@ void forward(const Decoder& decoder, Pass pass, void* const* pools, const int64_
         const int64_t half = layer.cosine ? layer.rope_half : 0;
         cosine.resize(size_t(num_rows * half));
         sine.resize(cosine.size());
-        for (int64_t row = 0; row < num_rows; ++row) {
-            std::copy_n(layer.cosine + positions[row] * half, half, cosine.data() + row * half);
-            std::copy_n(layer.sine + positions[row] * half, half, sine.data() + row * half);
-        }
-        norm_and_rotate(qkv.data(), qkv_size, layer.heads, decoder.eps, cosine.data(), sine.data(), half, num_rows,
-                        decoder.num_heads + decoder.num_kv_heads, head_dim);
+        by_rows([&](int64_t first, int64_t count) {
+            float *const cosines = cosine.data() + first * half, *const sines = sine.data() + first * half;
+            for (int64_t i = 0; i < count; ++i) {
+                std::copy_n(layer.cosine + positions[first + i] * half, half, cosines + i * half);
+                std::copy_n(layer.sine + positions[first + i] * half, half, sines + i * half);
+            }
+            norm_and_rotate(&qkv[size_t(first * qkv_size)], qkv_size, layer.heads, decoder.eps, cosines, sines, half,
+                            count, decoder.num_heads + decoder.num_kv_heads, head_dim);
+        });
         const T* key = qkv.data() + q_size;
         const T* value = key + decoder.num_kv_heads * head_dim;
         pass.window = layer.window;
+        const bool is_last = layer_idx + 1 == decoder.num_layers;
         attend(pass, pools[layer_idx], (const T*)qkv.data(), qkv_size, head_dim, key, qkv_size, head_dim, value,
-               qkv_size, head_dim, attended.data());
-        if (layer_idx + 1 == decoder.num_layers && num_outputs == 0) return;
-        if (layer_idx + 1 == decoder.num_layers && !all_rows) {
+               qkv_size, head_dim, attended.data(), is_last && !all_rows ? &attending_rows : nullptr);
+        if (is_last && num_outputs == 0) return;
+        if (is_last && !all_rows) {
             x = gather(x, output_rows, hidden);
             attended = gather(attended, output_rows, q_size);
             num_rows = num_outputs;
@@ -143,10 +159,12 @@ void forward(const Decoder& decoder, Pass pass, void* const* pools, const int64_
         norm_added(layer.after_attention);
         add_and_norm(added.data(), layer.before_mlp);
         apply(normed, layer.gate_up, layer.gate_up_bias, hidden, 2 * inner, gates.data());
-        if (decoder.gelu)
-            gate<gelu_tanh>(gates.data(), num_rows, inner, through.data());
-        else
-            gate<silu>(gates.data(), num_rows, inner, through.data());
+        by_rows([&](int64_t first, int64_t count) {
+            const T* from = &gates[size_t(first * 2 * inner)];
+            T* to = &through[size_t(first * inner)];
+            if (decoder.gelu) gate<gelu_tanh>(from, count, inner, to);
+            else gate<silu>(from, count, inner, to);
+        });
         apply(through, layer.down, layer.down_bias, inner, hidden, added.data());
         norm_added(layer.after_mlp);
     }

@@ -18,8 +18,10 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 #include <vector>
 
+#include "lines.h"
 #include "status.h"
 #include "team.h"
 #include "vectors.h"
@@ -28,7 +30,8 @@ namespace {
 
 constexpr int PANEL = 16, EACH = PANEL / WIDE;  // outputs, and their vectors
 constexpr int BLOCK = 256;     // of K: its weights, and the rows' values, stay in the nearest cache
-constexpr int MOST_ROWS = 48;  // whose sums wait side by side
+constexpr int MOST_ROWS = 96;  // whose sums wait side by side
+constexpr int LEAST_CONVERTED = 10;  // tiles
 constexpr int AHEAD = 64;      // columns that a single tile fetches in advance: the hardware stops at a page's end
 // Sums, weights and an input fill the vector registers: 32 of sixteen lanes, 16 of eight.
 constexpr int TILE_ROWS = WIDE == PANEL ? 12 : 6;
@@ -57,10 +60,17 @@ inline Wides column_vector(const bfloat16* column, int v) {
     return x;
 }
 
-struct Rows {
-    const float* values;
-    int64_t stride;
-    Rows at(int64_t row, int64_t k = 0) const { return {values + row * stride + k, stride}; }
+// The rows of a tile, column by column: what a tile multiplies by lies together, whatever the rows' own stride is.
+struct TileRows {
+    const float* values;  // [K, rows of the tile]
+};
+
+// How rows are divided into tiles that are alike, of at most TILE_ROWS: 13 of them into 5, 4 and 4.
+struct Tiling {
+    int64_t num_rows, num_tiles;
+    explicit Tiling(int64_t rows) : num_rows(rows), num_tiles((rows + TILE_ROWS - 1) / TILE_ROWS) {}
+    int64_t first(int64_t tile) const { return num_rows / num_tiles * tile + std::min(tile, num_rows % num_tiles); }
+    int64_t size(int64_t tile) const { return first(tile + 1) - first(tile); }
 };
 
 // Panels of one task, side by side in memory.
@@ -85,7 +95,7 @@ Fetched fetched_of(Panels<W> panels, int64_t step) {
 // Adds `depth` columns to sums [ROWS, PANELS * PANEL], or begins them. Few panels are few streams of weights, which the
 // hardware fetches too late: with each column a line is fetched for each of them.
 template <int ROWS, int PANELS, typename W>
-void multiply(Rows x, Panels<W> panels, int64_t depth, bool begins, Fetched fetched, float* sums) {
+void multiply(TileRows x, Panels<W> panels, int64_t depth, bool begins, Fetched fetched, float* sums) {
     constexpr int VECTORS = PANELS * EACH;
     Wides total[ROWS][VECTORS];
     for (int r = 0; r < ROWS; ++r)
@@ -94,7 +104,7 @@ void multiply(Rows x, Panels<W> panels, int64_t depth, bool begins, Fetched fetc
     for (int64_t k = 0; k < depth; ++k) {
         if constexpr (PANELS <= TILE_PANELS)
             for (int p = 0; p < PANELS; ++p) __builtin_prefetch(fetched.from + p * fetched.panel + k * fetched.column);
-        const auto input = [&](int r) { return splat_wide(x.values[r * x.stride + k]); };
+        const auto input = [&](int r) { return splat_wide(x.values[k * ROWS + r]); };
         const auto weights = [&](int v) { return column_vector(panels.at(v / EACH, k).weights, v % EACH); };
         if constexpr (ROWS < VECTORS) {  // what there is less of stays in registers
             Wides inputs[ROWS];
@@ -118,7 +128,7 @@ void multiply(Rows x, Panels<W> panels, int64_t depth, bool begins, Fetched fetc
 
 // The same with `count` rows, at most ROWS.
 template <int ROWS, int PANELS, typename W>
-void multiply_tile(int64_t count, Rows x, Panels<W> panels, int64_t depth, bool begins, Fetched fetched, float* sums) {
+void multiply_tile(int64_t count, TileRows x, Panels<W> panels, int64_t depth, bool begins, Fetched fetched, float* sums) {
     if constexpr (ROWS > 1) {
         if (count < ROWS) {
             multiply_tile<ROWS - 1, PANELS>(count, x, panels, depth, begins, fetched, sums);
@@ -156,7 +166,7 @@ struct Task {
 
 // One tile of ROWS rows over PANELS panels at a time, and over those that are left.
 template <int ROWS, int PANELS, typename W, typename Y>
-void run_tile(Rows x, Task<W, Y> task) {
+void run_tile(TileRows x, Task<W, Y> task) {
     float sums[ROWS * PANELS * PANEL];
     for (; task.num_panels >= PANELS; task = task.from(PANELS)) {
         const Fetched fetched = fetched_of(task.panels.at(0, AHEAD), PANEL);
@@ -167,7 +177,7 @@ void run_tile(Rows x, Task<W, Y> task) {
 }
 
 template <int ROWS, typename W, typename Y>
-void run_one_tile(int64_t count, Rows x, const Task<W, Y>& task) {
+void run_one_tile(int64_t count, TileRows x, const Task<W, Y>& task) {
     if constexpr (ROWS > 1) {
         if (count < ROWS) {
             run_one_tile<ROWS - 1>(count, x, task);
@@ -177,55 +187,90 @@ void run_one_tile(int64_t count, Rows x, const Task<W, Y>& task) {
     run_tile<ROWS, panels_of(ROWS)>(x, task);
 }
 
-// Tiles that are alike: of 13 rows five, four and four, rather than six, six and one.
+// Some tiles in turn: tiles first .. last - 1, of at most MOST_ROWS rows together.
 template <int PANELS, typename W, typename Y>
-void run_tiles(int64_t count, Rows x, Task<W, Y> task) {
+void run_tiles(const Tiling& tiling, int64_t first, int64_t last, const float* x, Task<W, Y> task) {
     float sums[MOST_ROWS * PANELS * PANEL];
-    const int64_t num_tiles = (count + TILE_ROWS - 1) / TILE_ROWS, step = PANEL / num_tiles;
+    const int64_t first_row = tiling.first(first), count = tiling.first(last) - first_row, step = PANEL / (last - first);
     for (; task.num_panels >= PANELS; task = task.from(PANELS)) {
         for (int64_t k = 0; k == 0 || k < task.in_features; k += BLOCK) {  // of nothing, the sums are 0
             const int64_t depth = std::min<int64_t>(BLOCK, task.in_features - k);
-            for (int64_t tile = 0, row = 0; tile < num_tiles; ++tile) {
-                const int64_t rows = (count - row + num_tiles - tile - 1) / (num_tiles - tile);
-                Fetched fetched = fetched_of(task.panels.at(0, k + depth), step);
-                fetched.from += tile * depth * fetched.column;
-                multiply_tile<TILE_ROWS, PANELS>(rows, x.at(row, k), task.panels.at(0, k), depth, k == 0, fetched,
-                                                 sums + row * PANELS * PANEL);
-                row += rows;
+            Fetched fetched = fetched_of(task.panels.at(0, k + depth), step);
+            for (int64_t tile = first; tile < last; ++tile) {
+                const int64_t row = tiling.first(tile), rows = tiling.size(tile);
+                multiply_tile<TILE_ROWS, PANELS>(rows, {x + row * task.in_features + k * rows}, task.panels.at(0, k),
+                                                 depth, k == 0, fetched, sums + (row - first_row) * PANELS * PANEL);
+                fetched.from += depth * fetched.column;
             }
         }
         finish(sums, PANELS * PANEL, count, std::min<int64_t>(PANELS * PANEL, task.width), task.bias, task.y,
                task.y_row);
     }
-    if constexpr (PANELS > 1) run_tiles<PANELS / 2>(count, x, task);
+    if constexpr (PANELS > 1) run_tiles<PANELS / 2>(tiling, first, last, x, task);
 }
 
-// All rows. Many are taken in groups that are alike, too.
+// All rows, x [K, rows] tile by tile.
 template <typename W, typename Y>
-void run(int64_t num_rows, Rows x, const Task<W, Y>& task) {
-    if (num_rows <= TILE_ROWS) {
-        run_one_tile<TILE_ROWS>(num_rows, x, task);
+void run(const Tiling& tiling, const float* x, const Task<W, Y>& task) {
+    if (tiling.num_tiles == 1) {
+        run_one_tile<TILE_ROWS>(tiling.num_rows, {x}, task);
         return;
     }
-    const int64_t num_groups = (num_rows + MOST_ROWS - 1) / MOST_ROWS;
+    constexpr int64_t MOST_TILES = MOST_ROWS / TILE_ROWS;
     Task<W, Y> of_group = task;
-    for (int64_t group = 0, row = 0; group < num_groups; ++group) {
-        const int64_t count = (num_rows - row + num_groups - group - 1) / (num_groups - group);
-        of_group.y = task.y + row * task.y_row;
-        run_tiles<TILE_PANELS>(count, x.at(row), of_group);
-        row += count;
+    for (int64_t first = 0; first < tiling.num_tiles; first += MOST_TILES) {
+        of_group.y = task.y + tiling.first(first) * task.y_row;
+        run_tiles<TILE_PANELS>(tiling, first, std::min(tiling.num_tiles, first + MOST_TILES), x, of_group);
     }
 }
 
-// Rows that are floats already are taken where they lie.
-inline Rows as_floats(const float* rows, int64_t, int64_t, int64_t stride, std::vector<float>*) {
-    return {rows, stride};
+// The same of weights that the processor converts beside its products, at the cost of some of these: for many tiles they
+// are converted once.
+template <typename Y>
+void run_converted(const Tiling& tiling, const float* x, Task<float16, Y> task) {
+    static thread_local Lines scratch;
+    float* const panels = scratch.resized(size_t(TILE_PANELS * task.panels.size));
+    while (task.num_panels > 0) {
+        const int64_t count = std::min<int64_t>(TILE_PANELS, task.num_panels);
+        for (int64_t i = 0; i < count * task.panels.size; i += WIDE)
+            store_wide(panels + i, load_wide(task.panels.weights + i));
+        run(tiling, x, Task<float, Y>{{panels, task.panels.size}, count, task.in_features, task.width, task.bias, task.y,
+                                      task.y_row});
+        task = task.from(count);
+    }
 }
-inline Rows as_floats(const bfloat16* rows, int64_t num_rows, int64_t size, int64_t stride, std::vector<float>* to) {
-    to->resize(size_t(num_rows * size));
-    for (int64_t row = 0; row < num_rows; ++row)
-        for (int64_t i = 0; i < size; ++i) (*to)[size_t(row * size + i)] = to_float(rows[row * stride + i]);
-    return {to->data(), size};
+
+typedef float Fours __attribute__((vector_size(16)));
+
+template <typename T>
+Fours load_fours(const T* from) {
+    return Fours{to_float(from[0]), to_float(from[1]), to_float(from[2]), to_float(from[3])};
+}
+
+// Columns of a tile's rows, as floats: four by four, and what is left one by one.
+template <typename T>
+void turn(const T* rows, int64_t stride, int64_t num_rows, int64_t size, float* to) {
+    if (num_rows == 1) {
+        for (int64_t k = 0; k < size; ++k) to[k] = to_float(rows[k]);
+        return;
+    }
+    int64_t k = 0;
+    for (; k + 4 <= size; k += 4) {
+        int64_t row = 0;
+        for (; row + 4 <= num_rows; row += 4) {
+            Fours x[4];
+            for (int i = 0; i < 4; ++i) x[i] = load_fours(rows + (row + i) * stride + k);
+            const Fours low[2] = {SHUFFLE(x[0], x[1], 0, 4, 1, 5), SHUFFLE(x[2], x[3], 0, 4, 1, 5)};
+            const Fours high[2] = {SHUFFLE(x[0], x[1], 2, 6, 3, 7), SHUFFLE(x[2], x[3], 2, 6, 3, 7)};
+            const Fours columns[4] = {SHUFFLE(low[0], low[1], 0, 1, 4, 5), SHUFFLE(low[0], low[1], 2, 3, 6, 7),
+                                      SHUFFLE(high[0], high[1], 0, 1, 4, 5), SHUFFLE(high[0], high[1], 2, 3, 6, 7)};
+            for (int i = 0; i < 4; ++i) std::memcpy(to + (k + i) * num_rows + row, &columns[i], sizeof(Fours));
+        }
+        for (; row < num_rows; ++row)
+            for (int i = 0; i < 4; ++i) to[(k + i) * num_rows + row] = to_float(rows[row * stride + k + i]);
+    }
+    for (; k < size; ++k)
+        for (int64_t row = 0; row < num_rows; ++row) to[k * num_rows + row] = to_float(rows[row * stride + k]);
 }
 
 struct Weight {
@@ -234,8 +279,8 @@ struct Weight {
 };
 
 template <typename W, typename T>
-void linear(Rows x, int64_t num_rows, const W* weight, const T* bias, int64_t in_features, int64_t out_features, T* y,
-            int num_threads) {
+void linear(const Tiling& tiling, const float* x, const W* weight, const T* bias, int64_t in_features,
+            int64_t out_features, T* y, int num_threads) {
     const int64_t num_panels = (out_features + PANEL - 1) / PANEL;
     const int64_t num_tasks = (num_panels + TASK_PANELS - 1) / TASK_PANELS;
     const Task<W, T> all = {{weight, in_features * PANEL}, num_panels, in_features, out_features, bias, y, out_features};
@@ -243,7 +288,13 @@ void linear(Rows x, int64_t num_rows, const W* weight, const T* bias, int64_t in
         for (int64_t i = first; i < last; ++i) {
             Task<W, T> task = all.from(i * TASK_PANELS);
             task.num_panels = std::min<int64_t>(TASK_PANELS, task.num_panels);
-            run(num_rows, x, task);
+            if constexpr (std::is_same_v<W, float16>) {
+                if (tiling.num_tiles >= LEAST_CONVERTED) {
+                    run_converted(tiling, x, task);
+                    continue;
+                }
+            }
+            run(tiling, x, task);
         }
     });
 }
@@ -252,10 +303,17 @@ template <typename T>
 void linear(const T* rows, int64_t stride, int64_t num_rows, const Weight& weight, const T* bias, int64_t in_features,
             int64_t out_features, T* y, int num_threads) {
     if (num_rows == 0) return;
-    std::vector<float> converted;
-    const Rows x = as_floats(rows, num_rows, in_features, stride, &converted);
+    static thread_local Lines scratch;
+    const Tiling tiling(num_rows);
+    float* const turned = scratch.resized(size_t(num_rows * in_features));  // of the thread that called
+    Team::run(tiling.num_tiles, num_threads, [&](int64_t first, int64_t last) {
+        for (int64_t tile = first; tile < last; ++tile) {
+            const int64_t row = tiling.first(tile);
+            turn(rows + row * stride, stride, tiling.size(tile), in_features, turned + row * in_features);
+        }
+    });
     const auto as = [&](const auto* panels) {
-        linear(x, num_rows, panels, bias, in_features, out_features, y, num_threads);
+        linear(tiling, turned, panels, bias, in_features, out_features, y, num_threads);
     };
     if (weight.storage == BFLOAT16) as((const bfloat16*)weight.panels);
     else if (weight.storage == FLOAT16) as((const float16*)weight.panels);

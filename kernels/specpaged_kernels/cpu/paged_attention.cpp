@@ -15,28 +15,17 @@
 #pragma once
 
 #include <algorithm>
-#include <cmath>
 #include <vector>
 
+#include "attention_row.h"
+#include "packed_chunk.h"
 #include "status.h"
 #include "team.h"
-#include "vectors.h"
 
 namespace {
 
-constexpr int CHUNK = 64;
 constexpr int MAX_TILE_ROWS = 64;  // rows that share what they read of a chunk
-
-#if __has_builtin(__builtin_shufflevector)
-#define SHUFFLE(x, y, ...) __builtin_shufflevector(x, y, __VA_ARGS__)
-#else
-inline Floats shuffled(Floats x, Floats y, Ints lanes) {
-    Floats z;
-    for (int i = 0; i < LANES; ++i) z[i] = lanes[i] < LANES ? x[lanes[i]] : y[lanes[i] - LANES];
-    return z;
-}
-#define SHUFFLE(x, y, ...) shuffled(x, y, Ints{__VA_ARGS__})
-#endif
+constexpr int LEAST_PACKED = 4;    // from D / 4 rows on, packing takes less than they gain by it
 
 // Sums of pairs of lanes, then of those: in `sums` lane i becomes the sum of the lanes of x[i], in one order for all i.
 inline Floats pairs(Floats x, Floats y) {
@@ -50,15 +39,6 @@ inline Floats sums(Floats low, Floats high) {  // `fours` of x[0] to x[3] and of
     return SHUFFLE(low, high, 0, 1, 2, 3, 8, 9, 10, 11) + SHUFFLE(low, high, 4, 5, 6, 7, 12, 13, 14, 15);
 }
 
-inline float largest_lane(Floats x) {
-    Floats y = SHUFFLE(x, x, 4, 5, 6, 7, 0, 1, 2, 3);
-    x = x > y ? x : y;
-    y = SHUFFLE(x, x, 2, 3, 0, 1, 6, 7, 4, 5);
-    x = x > y ? x : y;
-    return x[0] > x[1] ? x[0] : x[1];
-}
-#undef SHUFFLE
-
 // The first `count` of eight values, zeros behind them.
 template <typename T>
 Floats load_some(const T* from, int count) {
@@ -66,15 +46,6 @@ Floats load_some(const T* from, int count) {
     for (int i = 0; i < count; ++i) x[i] = to_float(from[i]);
     return x;
 }
-
-struct Row {
-    const float* query;   // [D]
-    float* output;        // [D], the sum of weighted values so far
-    float max, sum;
-    int first, last;      // positions that it reads
-    int from, to;         // of the current chunk: keys from .. to - 1
-    float weights[CHUNK];
-};
 
 // Slots that will be wanted next, of which keys and values of all heads are fetched in the order in which they lie: so
 // memory is quickest. Waiting for it overlaps with work only where it is asked for little by little.
@@ -115,59 +86,31 @@ inline __attribute__((always_inline)) void multiply_keys(Row* const (&rows)[ROWS
     for (int r = 0; r < ROWS; ++r) result[r] = fours(total[r]);
 }
 
-// Weights e^(score - max) of each row's keys from .. to - 1 of a chunk; its sums so far are rescaled to the new maximum.
-// Meanwhile as much is fetched `ahead`, unless it is null.
+// Weights of each row's keys from .. to - 1 of a chunk (`exponentiate`). Meanwhile as much is fetched `ahead`, unless it
+// is null.
 template <bool WHOLE, int ROWS, typename T>
-void weigh(Row* const (&rows)[ROWS], const T* const* keys, Ahead<T>* ahead, float scaling, float softcap,
-           int head_dim) {
-    const Floats hidden = splat(-INFINITY), lanes = {0, 1, 2, 3, 4, 5, 6, 7};
+void weigh(Row* const (&rows)[ROWS], const T* const* keys, Ahead<T>* ahead, const Scores& scores, int head_dim) {
     int from = CHUNK, to = 0;
+    Floats largest[ROWS];
     for (int r = 0; r < ROWS; ++r) {
         from = std::min(from, rows[r]->from);
         to = std::max(to, rows[r]->to);
+        largest[r] = splat(-INFINITY);
     }
-    const int begin = from / LANES, end = (to + LANES - 1) / LANES;
-    Floats largest[ROWS];
-    for (int r = 0; r < ROWS; ++r) largest[r] = hidden;
-    for (int c = begin; c < end; ++c) {
+    const int begin = from / LANES * LANES, end = (to + LANES - 1) / LANES * LANES;
+    for (int key = begin; key < end; key += LANES) {
         if (ahead)
             for (int i = 0; i < LANES; ++i) ahead->fetch();
         Floats low[ROWS], high[ROWS];
-        multiply_keys<WHOLE>(rows, keys + c * LANES, head_dim, low);
-        multiply_keys<WHOLE>(rows, keys + c * LANES + 4, head_dim, high);
+        multiply_keys<WHOLE>(rows, keys + key, head_dim, low);
+        multiply_keys<WHOLE>(rows, keys + key + 4, head_dim, high);
         for (int r = 0; r < ROWS; ++r) {
-            Floats x = sums(low[r], high[r]) * splat(scaling);
-            if (softcap > 0) x = tanh(x / splat(softcap)) * splat(softcap);
-            if (c * LANES < rows[r]->from || (c + 1) * LANES > rows[r]->to) {
-                const Floats key = lanes + splat(float(c * LANES));
-                x = (key < splat(float(rows[r]->from))) | (key >= splat(float(rows[r]->to))) ? hidden : x;
-            }
-            store(rows[r]->weights + c * LANES, x);
+            const Floats x = scores.of(sums(low[r], high[r]), *rows[r], key);
+            store(rows[r]->weights + key, x);
             largest[r] = x > largest[r] ? x : largest[r];
         }
     }
-    float max[ROWS];
-    Floats total[ROWS];
-    for (int r = 0; r < ROWS; ++r) {
-        const float of_chunk = largest_lane(largest[r]);
-        max[r] = of_chunk > rows[r]->max ? of_chunk : rows[r]->max;
-        total[r] = splat(0.0f);
-    }
-    for (int c = begin; c < end; ++c)
-        for (int r = 0; r < ROWS; ++r) {
-            float* weights = rows[r]->weights + c * LANES;
-            const Floats weight = exp(load(weights) - splat(max[r]));
-            store(weights, weight);
-            total[r] = total[r] + weight;
-        }
-    for (int r = 0; r < ROWS; ++r) {
-        Row& row = *rows[r];
-        const float rescale = row.max == max[r] ? 1.0f : exp(row.max - max[r]);
-        row.sum = fma(row.sum, rescale, sum(total[r]));
-        row.max = max[r];
-        if (rescale != 1.0f)
-            for (int d = 0; d < head_dim; ++d) row.output[d] *= rescale;
-    }
+    exponentiate(rows, largest, begin, end, head_dim);
 }
 
 template <int ROWS, int VECTORS, typename T>
@@ -200,6 +143,22 @@ void add_values(Row* const (&rows)[ROWS], const T* const* values, Ahead<T>* ahea
         for (int r = 0; r < ROWS; ++r)
             for (int i = from; i < to; ++i)
                 rows[r]->output[d] = fma(rows[r]->weights[i], to_float(values[i][d]), rows[r]->output[d]);
+}
+
+// The values of all keys that rows read: each row adds them in order; those that all read, together.
+template <int ROWS, typename T>
+void add_all_values(Row* const (&rows)[ROWS], const T* const* values, Ahead<T>* ahead, int head_dim) {
+    int from = 0, to = CHUNK;
+    for (int r = 0; r < ROWS; ++r) {
+        from = std::max(from, rows[r]->from);
+        to = std::min(to, rows[r]->to);
+    }
+    to = std::max(from, to);
+    for (int r = 0; r < ROWS; ++r)
+        add_values<1>({rows[r]}, values, ahead, rows[r]->from, std::min(from, rows[r]->to), head_dim);
+    add_values<ROWS>(rows, values, ahead, from, to, head_dim);
+    for (int r = 0; r < ROWS; ++r)
+        add_values<1>({rows[r]}, values, ahead, std::max(to, rows[r]->from), rows[r]->to, head_dim);
 }
 
 struct Pass {
@@ -240,6 +199,32 @@ struct Tile {  // query tokens first .. last - 1 of a sequence
     int seq, first, last;
 };
 
+// Tiles of at most `most` tokens that cover all, or, where the outputs of some rows alone are wanted, those: consecutive
+// ones of a sequence together. `wanted` ascends.
+//
+//     cu_query_lens 0 5 7, most 3   all: (0, 0..2) (0, 3..4) (1, 0..1)   wanted 1, 2, 4, 6: (0, 1..2) (0, 4) (1, 1)
+inline void divide(const Pass& pass, const std::vector<int64_t>* wanted, int most, std::vector<Tile>& tiles) {
+    tiles.clear();
+    const auto add = [&](int seq, int first, int last) {
+        for (; first < last; first += most) tiles.push_back({seq, first, std::min(first + most, last)});
+    };
+    size_t next = 0;
+    for (int seq = 0; seq < pass.num_seqs; ++seq) {
+        const int begin = pass.cu_query_lens[seq], end = pass.cu_query_lens[seq + 1];
+        if (!wanted) add(seq, 0, end - begin);
+        while (wanted && next < wanted->size() && (*wanted)[next] < end) {
+            const size_t from = next;
+            const auto consecutive = [&] {
+                return next < wanted->size() && (*wanted)[next] < end &&
+                       (*wanted)[next] == (*wanted)[from] + int64_t(next - from);
+            };
+            while (consecutive()) ++next;
+            const int first = int((*wanted)[from]) - begin;
+            add(seq, first, first + int(next - from));
+        }
+    }
+}
+
 // Slots of consecutive positions of a sequence: [2, Hkv, D] each.
 template <typename T>
 void locate(const Pass& pass, int seq, int start, int count, const T* pool, const T** slots) {
@@ -256,9 +241,23 @@ void locate(const Pass& pass, int seq, int start, int count, const T* pool, cons
 }
 
 struct Scratch {
-    std::vector<float> queries, outputs;
+    Lines queries, outputs;
     std::vector<Row> rows;
+    std::vector<Row*> reading;
+    PackedChunk chunk;
 };
+
+// Calls `attend` with so many rows at once, and with those that are left.
+template <int ROWS, typename Attend>
+void take_together(Row** rows, int count, const Attend& attend) {
+    for (; count >= ROWS; rows += ROWS, count -= ROWS) {
+        Row* taken[ROWS];
+        std::copy_n(rows, ROWS, taken);
+        attend(taken);
+    }
+    if constexpr (ROWS > 1)
+        if (count > 0) take_together<ROWS - 1>(rows, count, attend);
+}
 
 // The KV heads first_head .. last_head - 1 of a tile, a chunk of all of them after the other: what lies together in
 // memory is read together. Behind its last chunk the first one of `next_tile` is fetched.
@@ -270,9 +269,12 @@ void attend_tile(const Pass& pass, const Tile& tile, const Tile* next_tile, int 
     const int num_heads = last_head - first_head;
     const int window = pass.window > 0 ? int(std::min<int64_t>(pass.window, INT32_MAX)) : INT32_MAX;
     const int rows_of_head = (tile.last - tile.first) * group, num_rows = rows_of_head * num_heads;
-    scratch.queries.resize(size_t(num_rows) * head_dim);
-    scratch.outputs.assign(size_t(num_rows) * head_dim, 0.0f);
+    float* const queries = scratch.queries.resized(size_t(num_rows) * head_dim);
+    float* const outputs = scratch.outputs.resized(size_t(num_rows) * head_dim);
+    std::fill_n(outputs, size_t(num_rows) * head_dim, 0.0f);
     scratch.rows.resize(num_rows);
+    scratch.reading.resize(rows_of_head);
+    Row** const reading = scratch.reading.data();
     const int64_t first_row = pass.cu_query_lens[tile.seq];
     const auto token_of = [&](int r) { return tile.first + r % rows_of_head / group; };
     const auto head_of = [&](int r) { return (first_head + r / rows_of_head) * group + r % group; };
@@ -280,11 +282,11 @@ void attend_tile(const Pass& pass, const Tile& tile, const Tile* next_tile, int 
     for (int r = 0; r < num_rows; ++r) {
         const int token = token_of(r), head = head_of(r);
         Row& row = scratch.rows[r];
-        float* copy = scratch.queries.data() + size_t(r) * head_dim;
+        float* copy = queries + size_t(r) * head_dim;
         const T* from = query + (first_row + token) * query_row + head * query_head;
         for (int d = 0; d < head_dim; ++d) copy[d] = to_float(from[d]);
         row.query = copy;
-        row.output = scratch.outputs.data() + size_t(r) * head_dim;
+        row.output = outputs + size_t(r) * head_dim;
         row.max = pass.sinks ? pass.sinks[head] : -INFINITY;
         row.sum = pass.sinks ? 1.0f : 0.0f;
         row.last = pass.context_lens[tile.seq] + token;
@@ -292,6 +294,7 @@ void attend_tile(const Pass& pass, const Tile& tile, const Tile* next_tile, int 
         nearest = std::min(nearest, row.first);
         farthest = std::max(farthest, row.last);
     }
+    const Scores scores{pass.scaling, pass.softcap};
     const int64_t values_behind = pass.num_kv_heads * head_dim;
     const KV* const first_pool = pool + first_head * head_dim;
     const int first_chunk = nearest / CHUNK * CHUNK;
@@ -309,46 +312,37 @@ void attend_tile(const Pass& pass, const Tile& tile, const Tile* next_tile, int 
             ahead.count = std::min(CHUNK, position + 1 - from);
             locate(pass, next_tile->seq, from, ahead.count, first_pool, ahead.slots);
         }
-        for (int r = 0; r < num_rows;) {
-            if (r % rows_of_head == 0) {
-                const int64_t of_head = r / rows_of_head * head_dim;
-                for (int i = 0; i < count; ++i) {
-                    keys[i] = slots[i] + of_head;
-                    values[i] = keys[i] + values_behind;
-                }
-                for (int i = count; i % LANES; ++i) keys[i] = keys[count - 1];  // whose scores nobody reads
+        for (int first = 0; first < num_rows; first += rows_of_head) {  // of a head
+            int num_read = 0;
+            for (int r = first; r < first + rows_of_head; ++r) {
+                Row& row = scratch.rows[r];
+                if (row.last < start || row.first >= start + CHUNK) continue;
+                row.from = std::max(0, row.first - start);
+                row.to = std::min(CHUNK, row.last - start + 1);
+                reading[num_read++] = &row;
             }
-            const auto reads = [&](int r) {
-                return scratch.rows[r].last >= start && scratch.rows[r].first < start + CHUNK;
-            };
-            if (!reads(r)) {
-                ++r;
+            const int64_t of_head = first / rows_of_head * head_dim;
+            for (int i = 0; i < count; ++i) {
+                keys[i] = slots[i] + of_head;
+                values[i] = keys[i] + values_behind;
+            }
+            if (WHOLE && num_read * LEAST_PACKED >= head_dim) {
+                scratch.chunk.pack(keys, values, count, head_dim, [&] {
+                    ahead.fetch();
+                    ahead.fetch();
+                });
+                take_together<TOGETHER>(reading, num_read, [&](const auto& rows) {
+                    attend_packed(rows, scratch.chunk, scores);
+                });
                 continue;
             }
-            Row* pair[2] = {&scratch.rows[r], &scratch.rows[r]};
-            const int taken = (r + 1) % rows_of_head && reads(r + 1) ? 2 : 1;  // of one head
-            if (taken == 2) pair[1] = &scratch.rows[r + 1];
-            for (int i = 0; i < taken; ++i) {
-                pair[i]->from = std::max(0, pair[i]->first - start);
-                pair[i]->to = std::min(CHUNK, pair[i]->last - start + 1);
-            }
-            Ahead<KV>* const fetched = r % rows_of_head == 0 ? &ahead : nullptr;  // once for each head
-            if (taken == 2)
-                weigh<WHOLE>(pair, keys, fetched, pass.scaling, pass.softcap, head_dim);
-            else
-                weigh<WHOLE, 1>({pair[0]}, keys, fetched, pass.scaling, pass.softcap, head_dim);
-            // Each row adds the keys that it reads, in order; those that both read, together.
-            const int from = std::max(pair[0]->from, pair[1]->from);
-            const int to = std::max(from, std::min(pair[0]->to, pair[1]->to));
-            for (int i = 0; i < taken; ++i)
-                add_values<1>({pair[i]}, values, fetched, pair[i]->from, std::min(from, pair[i]->to), head_dim);
-            if (taken == 2)
-                add_values<2>(pair, values, fetched, from, to, head_dim);
-            else
-                add_values<1>({pair[0]}, values, fetched, from, to, head_dim);
-            for (int i = 0; i < taken; ++i)
-                add_values<1>({pair[i]}, values, fetched, std::max(to, pair[i]->from), pair[i]->to, head_dim);
-            r += taken;
+            for (int i = count; i % LANES; ++i) keys[i] = keys[count - 1];  // whose scores nobody reads
+            Ahead<KV>* fetched = &ahead;  // once for each head
+            take_together<2>(reading, num_read, [&](const auto& rows) {
+                weigh<WHOLE>(rows, keys, fetched, scores, head_dim);
+                add_all_values(rows, values, fetched, head_dim);
+                fetched = nullptr;
+            });
         }
         std::copy_n(ahead.slots, CHUNK, slots);
     }
@@ -368,26 +362,23 @@ void store_row(const T* from, int64_t count, KV* to) {
 
 template <typename KV, typename T>
 void attend_in(KV* pool, const Pass& pass, const T* query, int64_t query_row, int64_t query_head, const T* key,
-               int64_t key_row, int64_t key_head, const T* value, int64_t value_row, int64_t value_head, T* output) {
+               int64_t key_row, int64_t key_head, const T* value, int64_t value_row, int64_t value_head, T* output,
+               const std::vector<int64_t>* wanted) {
     const int head_dim = int(pass.head_dim), num_kv_heads = int(pass.num_kv_heads);
     const int num_threads = int(pass.num_threads);
     const int64_t kv_stride = pass.num_kv_heads * head_dim;
-    for (int64_t row = 0; row < pass.num_tokens; ++row) {
-        KV* slot = pool + pass.slot_mapping[row] * 2 * kv_stride;
-        for (int64_t head = 0; head < pass.num_kv_heads; ++head) {
-            store_row(key + row * key_row + head * key_head, head_dim, slot + head * head_dim);
-            store_row(value + row * value_row + head * value_head, head_dim, slot + kv_stride + head * head_dim);
+    run_by_rows(pass.num_tokens, num_threads, [&](int64_t first, int64_t count) {
+        for (int64_t row = first; row < first + count; ++row) {
+            KV* slot = pool + pass.slot_mapping[row] * 2 * kv_stride;
+            for (int64_t head = 0; head < pass.num_kv_heads; ++head) {
+                store_row(key + row * key_row + head * key_head, head_dim, slot + head * head_dim);
+                store_row(value + row * value_row + head * value_head, head_dim, slot + kv_stride + head * head_dim);
+            }
         }
-    }
+    });
     static thread_local std::vector<Tile> list;
     std::vector<Tile>& tiles = list;  // of the thread that called
-    tiles.clear();
-    const int tokens = std::max(1, MAX_TILE_ROWS / int(pass.num_heads / num_kv_heads));
-    for (int seq = 0; seq < pass.num_seqs; ++seq) {
-        const int count = pass.cu_query_lens[seq + 1] - pass.cu_query_lens[seq];
-        for (int first = 0; first < count; first += tokens)
-            tiles.push_back({seq, first, std::min(first + tokens, count)});
-    }
+    divide(pass, wanted, std::max(1, MAX_TILE_ROWS / int(pass.num_heads / num_kv_heads)), tiles);
     // Heads of a tile stay together unless threads would go without work.
     const int parts = int(tiles.size()) < 4 * num_threads && num_threads > 1 ? num_kv_heads : 1;
     const int heads = num_kv_heads / parts, num_programs = int(tiles.size()) * parts;
@@ -404,6 +395,7 @@ void attend_in(KV* pool, const Pass& pass, const T* query, int64_t query_row, in
     std::memset(output + pass.num_tokens * row_size, 0, (pass.num_rows - pass.num_tokens) * row_size * sizeof(T));
 }
 
+// `wanted`, ascending, or null: the rows whose outputs are; those of others are left as they are.
 template <typename T, typename... Operands>
 void attend(const Pass& pass, void* pool, const T* query, Operands... operands) {
     if (pass.kv_storage == BFLOAT16) attend_in((bfloat16*)pool, pass, query, operands...);
@@ -425,7 +417,7 @@ void attend(const Pass& pass, void* pool, const T* query, Operands... operands) 
             const int status = outside(*pass);                                                                        \
             if (status != OK) return status;                                                                          \
             attend(*pass, pool, (const TYPE*)query, query_row, query_head, (const TYPE*)key, key_row, key_head,       \
-                   (const TYPE*)value, value_row, value_head, (TYPE*)output);                                         \
+                   (const TYPE*)value, value_row, value_head, (TYPE*)output, nullptr);                                         \
             return int(OK);                                                                                           \
         });                                                                                                           \
     }

@@ -300,4 +300,13 @@ private:
     }
 };
 
+// body(first, count) of ranges that are `num_rows` rows together: of as many as are worth a thread each.
+template <typename F>
+void run_by_rows(int64_t num_rows, int num_threads, const F& body) {
+    constexpr int64_t EACH = 32;
+    Team::run((num_rows + EACH - 1) / EACH, num_threads, [&](int64_t first, int64_t last) {
+        body(first * EACH, std::min(last * EACH, num_rows) - first * EACH);
+    });
+}
+
 }  // namespace

@@ -25,6 +25,20 @@ constexpr int WIDE = WIDE_LANES;
 
 typedef float Wides __attribute__((vector_size(WIDE * 4)));
 
+// Lanes of two vectors, which are counted through both.
+#if __has_builtin(__builtin_shufflevector)
+#define SHUFFLE(x, y, ...) __builtin_shufflevector(x, y, __VA_ARGS__)
+#else
+template <typename Vector>
+inline Vector shuffled(Vector x, Vector y, const int (&lanes)[sizeof(Vector) / sizeof(float)]) {
+    constexpr int SIZE = sizeof(Vector) / sizeof(float);
+    Vector z;
+    for (int i = 0; i < SIZE; ++i) z[i] = lanes[i] < SIZE ? x[lanes[i]] : y[lanes[i] - SIZE];
+    return z;
+}
+#define SHUFFLE(x, y, ...) shuffled(x, y, {__VA_ARGS__})
+#endif
+
 enum Storage : int64_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 
 struct bfloat16 {
@@ -123,11 +137,12 @@ inline float fma(float a, float b, float c) {
 }
 
 // Keeps a value in a register: GCC would rather read it anew from memory for each product, and is held up by that.
-inline Wides in_register(Wides x) {
-#if WIDE_LANES == 16 && defined(__AVX512F__)
+template <typename Vector>
+inline Vector in_register(Vector x) {
+#if defined(__AVX512F__)
     __asm__("" : "+v"(x));
-#elif WIDE_LANES == 8 && defined(__AVX__)
-    __asm__("" : "+x"(x));
+#elif defined(__AVX__)
+    if constexpr (sizeof x == 32) __asm__("" : "+x"(x));
 #endif
     return x;
 }
@@ -163,6 +178,13 @@ inline Wides fma_wide(Wides a, Wides b, Wides c) {
 #endif
 }
 
+// Of vectors of either size.
+template <typename Vector>
+inline Vector multiply_add(Vector a, Vector b, Vector c) {
+    if constexpr (sizeof(Vector) == sizeof(Floats)) return fma(a, b, c);
+    else return fma_wide(a, b, c);
+}
+
 inline void store(bfloat16* to, Floats x) {
     Ints bits = (Ints)x;
     bits = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
@@ -172,30 +194,30 @@ inline void store(bfloat16* to, Floats x) {
 }
 
 // e^x for x <= 0 within 2 units in the last place (Cephes' expf); 0 below -87; NaN stays NaN.
-inline Floats exp(Floats x) {
-    const Floats lowest = splat(-87.0f), magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-    Floats clamped = x < lowest ? lowest : x;
-    Floats n = fma(clamped, splat(1.44269504f), magic) - magic;
-    Floats r = fma(n, splat(2.12194440e-4f), fma(n, splat(-0.693359375f), clamped));
-    Floats y = splat(1.9875691500e-4f);
-    y = fma(y, r, splat(1.3981999507e-3f));
-    y = fma(y, r, splat(8.3334519073e-3f));
-    y = fma(y, r, splat(4.1665795894e-2f));
-    y = fma(y, r, splat(1.6666665459e-1f));
-    y = fma(y, r, splat(5.0000001201e-1f));
-    y = fma(y * r, r, r) + splat(1.0f);
-    Ints exponent = __builtin_convertvector(x == x ? n : splat(0.0f), Ints) << 23;
-    Floats result = (Floats)((Ints)y + exponent);
-    result = x < lowest ? splat(0.0f) : result;
-    return x == x ? result : x;
+template <typename Vector>
+inline Vector exp(Vector x) {
+    typedef int32_t Integers __attribute__((vector_size(sizeof(Vector))));
+    const Vector zero = {}, lowest = zero - 87.0f, magic = zero + 12582912.0f;  // 1.5 * 2^23
+    const Vector clamped = x < lowest ? lowest : x;
+    const Vector shifted = multiply_add(clamped, zero + 1.44269504f, magic);  // whose last bits are an integer
+    const Vector n = shifted - magic;
+    const Vector r = multiply_add(n, zero + 2.12194440e-4f, multiply_add(n, zero - 0.693359375f, clamped));
+    Vector y = zero + 1.9875691500e-4f;
+    y = multiply_add(y, r, zero + 1.3981999507e-3f);
+    y = multiply_add(y, r, zero + 8.3334519073e-3f);
+    y = multiply_add(y, r, zero + 4.1665795894e-2f);
+    y = multiply_add(y, r, zero + 1.6666665459e-1f);
+    y = multiply_add(y, r, zero + 5.0000001201e-1f);
+    y = multiply_add(y * r, r, r) + 1.0f;
+    const Vector power = (Vector)(((Integers)shifted + 127) << 23);  // 2^n
+    return x < lowest ? zero : y * power;
 }
 inline float exp(float x) { return exp(splat(x))[0]; }
 
-inline Floats tanh(Floats x) {  // within 1e-7, absolutely
-    Floats size = x < splat(0.0f) ? -x : x;
-    Floats e = exp(splat(-2.0f) * size);
-    Floats y = (splat(1.0f) - e) / (splat(1.0f) + e);
-    return x < splat(0.0f) ? -y : y;
+template <typename Vector>
+inline Vector tanh(Vector x) {  // within 1e-7, absolutely
+    const Vector zero = {}, size = x < zero ? -x : x, e = exp(-2.0f * size), y = (1.0f - e) / (1.0f + e);
+    return x < zero ? -y : y;
 }
 
 inline float sum(Floats x) {
