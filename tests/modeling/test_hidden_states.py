@@ -145,6 +145,27 @@ def test_the_last_layer_runs_for_the_rows_that_are_wanted_alone(kind, toy_model)
     handle.remove()
 
 
+@pytest.mark.parametrize("name", ["qwen3", "mistral"])
+@pytest.mark.parametrize("wanted", [[], [41], [3, 4, 5, 40, 44], [44, 0, 12, 12, 11], list(range(40))])
+def test_logits_are_those_of_every_row_whichever_are_wanted(name, wanted, toy_model):
+    """In any order, or twice; and the KV of all is stored, though the last layer attends for these alone."""
+    model = load(toy_model, name, "one call")
+    batch = pack([RaggedRow(A, 0, [1, 2, 3], 2), RaggedRow(B[:5], 0, [4], 2)], 16)
+    found = []
+    for logits_idx in (None, torch.tensor(wanted, dtype=torch.int64)):
+        cache = World(model).cache
+        for layer in cache.layers:
+            layer.zero_()
+        paged_pass = new_pass(model, batch, len(A) + 5, cache.layers)
+        with torch.inference_mode():
+            output = model.run(batch.token_ids, batch.positions, paged_pass, ForwardRequest(logits_idx, None))
+        stored = [layer.clone() for layer in cache.layers]
+        found.append((output.logits, stored))
+    (every, every_stored), (some, some_stored) = found
+    assert torch.equal(some, every[wanted])
+    assert all(torch.equal(x, y) for x, y in zip(every_stored, some_stored, strict=True))
+
+
 @pytest.mark.parametrize("kind", ["one call", "torch", "transformers"])
 def test_they_come_along_with_an_argmax(kind, toy_model):
     model = load(toy_model, "qwen3", kind)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specpaged_kernels.cpu.build import CACHE, load
-from specpaged_kernels.cpu.library import SOURCE
+from specpaged_kernels.cpu.library import POINTER, SIZE, SOURCE
 from specpaged_kernels.paged_attention import paged_attention_ref
 from specpaged_kernels.store_kv import store_kv_ref
 from tests.kernels.cpu.world import World
@@ -30,6 +30,9 @@ OPTIONS = {
     "all": {"scaling": 0.4, "window": 21, "softcap": 2.0, "sinks": True},
 }
 GEOMETRIES = [(4, 2, 16), (8, 1, 32), (3, 3, 20), (2, 2, 64), (6, 2, 24), (4, 1, 128), (80, 1, 72)]  # Hq, Hkv, D
+
+
+ARGUMENTS = [POINTER, *[POINTER, SIZE, SIZE] * 3, POINTER, POINTER]
 
 
 def options_for(name: str, num_heads: int) -> dict:
@@ -158,6 +161,109 @@ def test_a_token_has_the_same_bits_in_decode_verify_and_prefill(dtype, kv_dtype,
             assert torch.equal(rows(63, 70, mates, 3), expected[63:70])
     finally:
         torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("num_tokens", range(1, 12))
+@pytest.mark.parametrize("head_dim", [8, 24, 32, 40])
+def test_few_rows_have_the_bits_that_they_have_among_many(head_dim, num_tokens):
+    """From some rows on, a chunk's keys and values are packed: all rows but one read what a draft spoils."""
+    geometry, context = (6, 2, head_dim), 75
+    whole = World([(0, context + num_tokens)], *geometry)
+    expected = whole.attend(softcap=3.0, window=70)[context : context + num_tokens]
+    world = World([(context, num_tokens)], *geometry, seed=1)
+    world.copy_sequence(whole, context, context + num_tokens)
+    assert torch.equal(world.attend(softcap=3.0, window=70)[:num_tokens], expected)
+    world.value[num_tokens - 1] = world.key[num_tokens - 1] = float("nan")
+    assert torch.equal(world.attend(softcap=3.0, window=70)[: num_tokens - 1], expected[:-1])
+
+
+# What `divide` draws: tokens of two sequences, at most three in a tile.
+DIVIDE = """
+#include "paged_attention.cpp"
+
+extern "C" int64_t divided(int64_t num_seqs, const int32_t* cu_query_lens, int64_t num_wanted, const int64_t* wanted,
+                           int most, int32_t* tiles) {
+    Pass pass{};
+    pass.num_seqs = num_seqs;
+    pass.cu_query_lens = cu_query_lens;
+    const std::vector<int64_t> rows(wanted, wanted + std::max<int64_t>(0, num_wanted));
+    std::vector<Tile> found;
+    divide(pass, num_wanted < 0 ? nullptr : &rows, most, found);
+    for (const Tile& tile : found) *tiles++ = tile.seq, *tiles++ = tile.first, *tiles++ = tile.last;
+    return int64_t(found.size());
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory):
+    """The kernel and `divided`, built with 8 and with 16 lanes."""
+    folder = tmp_path_factory.mktemp("attention")
+    for path in [SOURCE.with_name("paged_attention.cpp"), *SOURCE.parent.glob("*.h")]:
+        shutil.copy(path, folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(CACHE, str(folder / "built"))
+        for lanes in (8, 16):
+            (folder / f"lanes_{lanes}.cpp").write_text(f"#define WIDE_LANES {lanes}\n{DIVIDE}")
+        return [load(folder / f"lanes_{lanes}.cpp") for lanes in (8, 16)]
+
+
+def test_sixteen_lanes_give_the_bits_of_eight(libraries, monkeypatch):
+    got = []
+    for library in libraries:
+        functions = {torch.float32: library.paged_attention_float32, torch.bfloat16: library.paged_attention_bfloat16}
+        for function in functions.values():
+            function.argtypes = ARGUMENTS
+        monkeypatch.setattr("specpaged_kernels.cpu.paged_attention._functions", lambda found=functions: found)
+        got.append([
+            World(batch, *geometry, dtype=dtype).attend(**options_for(options, geometry[0]))
+            for batch in BATCHES.values()
+            for geometry in GEOMETRIES
+            for dtype, options in ((torch.float32, "plain"), (torch.float32, "all"), (torch.bfloat16, "plain"))
+        ])  # fmt: skip
+    for eight, sixteen in zip(*got, strict=True):
+        assert torch.equal(eight, sixteen)
+
+
+@pytest.fixture(scope="module")
+def divided(libraries):
+    library = libraries[0]
+
+    def tiles(query_lens: list[int], wanted: list[int] | None, most: int) -> list[tuple[int, int, int]]:
+        bounds = torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32)
+        rows = torch.tensor(wanted or [0], dtype=torch.int64)
+        found = torch.zeros(sum(query_lens) + 1, 3, dtype=torch.int32)
+        count = library.divided(
+            ctypes.c_int64(len(query_lens)), ctypes.c_void_p(bounds.data_ptr()),
+            ctypes.c_int64(-1 if wanted is None else len(wanted)), ctypes.c_void_p(rows.data_ptr()), most,
+            ctypes.c_void_p(found.data_ptr()),
+        )  # fmt: skip
+        return [tuple(tile) for tile in found[:count].tolist()]
+
+    return tiles
+
+
+def test_tiles_cover_what_is_wanted(divided):
+    assert divided([5, 2], None, 3) == [(0, 0, 3), (0, 3, 5), (1, 0, 2)]
+    assert divided([5, 2], [1, 2, 4, 6], 3) == [(0, 1, 3), (0, 4, 5), (1, 1, 2)]
+    assert divided([5, 2], [], 3) == []
+
+
+@settings(max_examples=100)
+@given(
+    query_lens=st.lists(st.integers(0, 9), min_size=1, max_size=5),
+    most=st.integers(1, 5),
+    data=st.data(),
+)
+def test_each_wanted_token_is_in_one_tile_and_no_other_token_is(divided, query_lens, most, data):
+    num_rows = sum(query_lens)
+    filler = 3  # whose rows may be wanted, and are in no tile
+    wanted = data.draw(st.none() | st.sets(st.integers(0, num_rows + filler - 1)).map(sorted))
+    tiles = divided(query_lens, wanted, most)
+    starts = [sum(query_lens[:seq]) for seq in range(len(query_lens))]
+    covered = [starts[seq] + token for seq, first, last in tiles for token in range(first, last)]
+    assert covered == (list(range(num_rows)) if wanted is None else [row for row in wanted if row < num_rows])
+    assert all(0 < last - first <= most and last <= query_lens[seq] for seq, first, last in tiles)
 
 
 def test_nan_in_a_drafts_kv_does_not_reach_the_rows_before_it():
