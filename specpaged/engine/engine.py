@@ -85,7 +85,7 @@ class Engine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             planner=planner,
             limit=lambda verified: self.kv_layout.limit(verified),
-            reserve_rounds=self.scheduler.reserve_rounds,
+            reserve_rounds=self.scheduler.reserve_rounds if config.rounds_per_step > 1 else None,
             most_rounds=config.rounds_per_step,
         )
         self.recovery = Recovery(self.scheduler, self.speculative_step)
@@ -218,6 +218,7 @@ class Engine:
         sequence.sampling_request = SamplingRequest.of(sequence, self.vocabulary.stop_ids(params), bad_words)
         room = self.config.max_model_len - len(prompt_token_ids)
         sequence.stop_checker = self.vocabulary.stop_checker(params, sequence.prompt_token_ids, room)
+        sequence.stop_ids = sequence.stop_checker.stop_ids
         return sequence
 
     def _schedule(self) -> ScheduledStep:

@@ -212,6 +212,7 @@ class SpecPagedWorker(Refusals, WorkerBase):
             EngineMetrics(),
             max_num_batched_tokens=config.max_num_batched_tokens,
             planner=planner,
+            reserve_rounds=sequences.reserve_rounds,
             # vLLM shares blocks by their tokens, and hidden states do not come again.
             follows_target=config.enable_prefix_caching and drafter is not None and drafter.hidden_states is not None,
             # Each rank runs the whole draft, and quick kernels may differ in a bit.
