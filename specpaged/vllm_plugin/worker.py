@@ -47,6 +47,9 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
+# Of a step, and of each of its sequences, beside the passes: vLLM's engine, and ours, until it has been heard.
+_REST_SECONDS = 5e-4, 3.7e-5
+
 
 class SpecPagedWorker(Refusals, WorkerBase):
     """`--worker-cls specpaged.vllm_plugin.worker.SpecPagedWorker`.
@@ -204,6 +207,8 @@ class SpecPagedWorker(Refusals, WorkerBase):
         )
         draft = drafter.runner if pair.draft is not None else None
         planner = get_planner(config, target, draft, drafter, self.shard is None)
+        if planner is not None and planner.costs is not None:
+            planner.costs.expect_rest(*_REST_SECONDS)
         speculative_step = SpeculativeStep(
             target,
             drafter,
