@@ -103,6 +103,11 @@ class DraftPlanner:
         if any(self._plan.num_draft_tokens):
             self._own_proposals *= (1.0 - _NEWEST) ** num_rounds
 
+    def expect_calls(self, most_rounds: int, drafts_in_rounds: bool) -> None:
+        """So many rounds may be one call, and those that draft, too, where drafts may be made in it."""
+        self.drafts_in_rounds = drafts_in_rounds
+        self.most_rounds = most_rounds, most_rounds if drafts_in_rounds else 1
+
     def _expect_rounds(self, sequences: SequenceOf[Sequence]) -> None:
         """Tell the costs over how many rounds a call's own time is spread."""
         if self.costs is not None:

@@ -218,7 +218,6 @@ class Engine:
         sequence.sampling_request = SamplingRequest.of(sequence, self.vocabulary.stop_ids(params), bad_words)
         room = self.config.max_model_len - len(prompt_token_ids)
         sequence.stop_checker = self.vocabulary.stop_checker(params, sequence.prompt_token_ids, room)
-        sequence.stop_ids = sequence.stop_checker.stop_ids
         return sequence
 
     def _schedule(self) -> ScheduledStep:

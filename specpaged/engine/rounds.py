@@ -97,7 +97,7 @@ def _row(entry: ScheduledSequence, num_draft_tokens: int, most_tokens: int, look
         draft,
         num_draft_tokens,
         max(most_tokens, len(draft) + 1),
-        sequence.stop_ids,
+        sequence.stop_ids if sequence.stop_checker is None else sequence.stop_checker.stop_ids,
         table.entries,
     )
 

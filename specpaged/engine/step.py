@@ -105,8 +105,7 @@ class SpeculativeStep:
         self.reserve_rounds = reserve_rounds
         self.most_rounds = most_rounds
         if planner is not None and reserve_rounds is not None and target.runs_greedy(1):
-            planner.drafts_in_rounds = drafter is not None and drafter.in_rounds is not None
-            planner.most_rounds = most_rounds, most_rounds if planner.drafts_in_rounds else 1
+            planner.expect_calls(most_rounds, drafter is not None and drafter.in_rounds is not None)
         self.verifier = get_verifier(verification, target.model.backend)
         self._sampling_batch = get_sampling_batch(target.model.backend)
         self.noise: Noise = {}  # what the last proposal drew, for the step that verifies it

@@ -27,7 +27,7 @@ from specpaged.modeling.shard import Shard, gathered
 from specpaged.paging.kv_cache import PagedKVCache
 from specpaged.vllm_plugin import admission
 from specpaged.vllm_plugin.compat import check_version
-from specpaged.vllm_plugin.config import engine_config
+from specpaged.vllm_plugin.config import REST_SECONDS, engine_config
 from specpaged.vllm_plugin.memory import run_largest_step
 from specpaged.vllm_plugin.metrics import MetricsExport
 from specpaged.vllm_plugin.model_runner import SpecPagedModelRunner
@@ -46,9 +46,6 @@ if TYPE_CHECKING:
     from specpaged.modeling.model_runner import ModelRunner
 
 logger = init_logger(__name__)
-
-# Of a step, and of each of its sequences, beside the passes: vLLM's engine, and ours, until it has been heard.
-_REST_SECONDS = 5e-4, 3.7e-5
 
 
 class SpecPagedWorker(Refusals, WorkerBase):
@@ -206,9 +203,7 @@ class SpecPagedWorker(Refusals, WorkerBase):
             engine=parallel.data_parallel_index,
         )
         draft = drafter.runner if pair.draft is not None else None
-        planner = get_planner(config, target, draft, drafter, self.shard is None)
-        if planner is not None and planner.costs is not None:
-            planner.costs.expect_rest(*_REST_SECONDS)
+        planner = get_planner(config, target, draft, drafter, self.shard is None, REST_SECONDS)
         speculative_step = SpeculativeStep(
             target,
             drafter,
