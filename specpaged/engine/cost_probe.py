@@ -60,10 +60,12 @@ def get_planner(
     draft: ModelRunner | None,
     drafter: Drafter | None,
     may_probe: bool = True,
+    rest_seconds: tuple[float, float] | None = None,
 ) -> DraftPlanner | None:
     """Who decides how much is drafted and verified; None where nothing is drafted, or a configuration says it.
 
-    Costs are measured if they `may_probe`: not where several ranks have to run each pass together.
+    Costs are measured if they `may_probe`: not where several ranks have to run each pass together. `rest_seconds`
+    are what a host takes besides, of a step and of each sequence, where that is not our engine.
     """
     speculative = config.speculative_config
     if speculative is None or drafter is None or not speculative.decides:
@@ -72,6 +74,8 @@ def get_planner(
         return DraftPlanner(TetrisController(speculative.num_speculative_tokens, speculative.tetris_extra_proposals))
     most_rows = config.max_num_seqs * (1 + speculative.max_draft_tokens)
     costs = measured_costs(target, draft, most_rows) if may_probe else guessed_costs(target, draft)
+    if rest_seconds is not None:
+        costs.expect_rest(*rest_seconds)
     by_evidence = speculative.verification != "rejection"
     return DraftPlanner(AdaptiveController(costs, by_evidence, drafter.looks_back, drafter.stops))
 

@@ -22,6 +22,9 @@ logger = logging.getLogger("specpaged")
 _LOOKING, _LOOKS_SELDOM = (8e-5, 0.0035), (2, 12)
 _PLANNING, _PLANS_SELDOM = (1.6e-4, 0.0032), (1, 48)
 _LONGEST_MATCH = 6  # of prompt lookup: longer ones say no more
+# Of rounds that draft, those with a proposal of their own, as long as nothing is known of that; and what the newest
+# round says of it.
+_OWN_PROPOSALS, _NEWEST = 0.25, 0.03
 
 
 class DraftPlanner:
@@ -42,6 +45,8 @@ class DraftPlanner:
         self._outcomes: list[tuple[Sequence, Draft, SequenceOf[int]]] = []  # with what came in its place: to be told
         self._looked_next = 0  # the step whose drafts will be waited for, at the latest
         self.most_rounds = 1, 1  # of plain steps, and of others, that are one call
+        self.drafts_in_rounds = False  # whether drafts may be made in such a call
+        self._own_proposals = _OWN_PROPOSALS  # of rounds that draft, those whose drafts were not
         self._selects = True  # whether drafts were selected from when that was asked last
 
     @property
@@ -95,6 +100,13 @@ class DraftPlanner:
     def went_on(self, num_rounds: int) -> None:
         """So many rounds have been run, and the drafts behind them made, as `rounds` has said."""
         self._age += num_rounds
+        if any(self._plan.num_draft_tokens):
+            self._own_proposals *= (1.0 - _NEWEST) ** num_rounds
+
+    def expect_calls(self, most_rounds: int, drafts_in_rounds: bool) -> None:
+        """So many rounds may be one call, and those that draft, too, where drafts may be made in it."""
+        self.drafts_in_rounds = drafts_in_rounds
+        self.most_rounds = most_rounds, most_rounds if drafts_in_rounds else 1
 
     def _expect_rounds(self, sequences: SequenceOf[Sequence]) -> None:
         """Tell the costs over how many rounds a call's own time is spread."""
@@ -104,9 +116,12 @@ class DraftPlanner:
             self.costs.plain_rounds = self.most_rounds[0] if in_one_call else 1
             asks = self._selects and not getattr(self.controller, "selects_by_rule", False)
             self.costs.drafting_rounds = self.most_rounds[1] if in_one_call and not asks else 1
+            in_rounds = self.drafts_in_rounds and in_one_call and not asks
+            self.costs.proposals_per_round = self._own_proposals if in_rounds else 1.0
 
     def select(self, sequences: SequenceOf[Sequence], drafts: SequenceOf[Draft]) -> list[Draft]:
         """As much of each sequence's draft as is to be verified. The whole of it waits for its outcome."""
+        self._own_proposals += _NEWEST * (1.0 - self._own_proposals)
         if OFTEN < self.clock.num_steps < self._looked_next and not self._selects:
             return list(drafts)
         self._looked_next = self.clock.num_steps + self.clock.every(_LOOKING, _LOOKS_SELDOM)

@@ -85,7 +85,7 @@ class Engine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             planner=planner,
             limit=lambda verified: self.kv_layout.limit(verified),
-            reserve_rounds=self.scheduler.reserve_rounds,
+            reserve_rounds=self.scheduler.reserve_rounds if config.rounds_per_step > 1 else None,
             most_rounds=config.rounds_per_step,
         )
         self.recovery = Recovery(self.scheduler, self.speculative_step)

@@ -51,10 +51,10 @@ def run_rounds(step: SpeculativeStep, entries: SequenceOf[ScheduledSequence]) ->
     num_rounds, wanted, stop_rule, goes_on = step.most_rounds, None, None, drafter is not None
     if planner is not None:
         num_rounds, wanted, stop_rule, goes_on = planner.rounds(sequences)
-    if num_rounds < 2:
+    if num_rounds < 2 and not (goes_on and (wanted is None or any(wanted))):
         return None
     in_rounds = None if drafter is None else drafter.in_rounds
-    if drafter is not None and in_rounds is None and wanted is None:
+    if drafter is not None and in_rounds is None and (wanted is None or any(wanted)):
         return None
     reserved = step.reserve_rounds(sequences, num_rounds + goes_on, wanted)
     looks_up = isinstance(in_rounds, Lookup)
@@ -97,7 +97,7 @@ def _row(entry: ScheduledSequence, num_draft_tokens: int, most_tokens: int, look
         draft,
         num_draft_tokens,
         max(most_tokens, len(draft) + 1),
-        sequence.stop_checker.stop_ids,
+        sequence.stop_ids if sequence.stop_checker is None else sequence.stop_checker.stop_ids,
         table.entries,
     )
 

@@ -57,6 +57,7 @@ class Sequence:
         "seed",
         "status",
         "stop_checker",
+        "stop_ids",
         "stop_reason",
         "token_ids",
     )
@@ -91,6 +92,7 @@ class Sequence:
         self.prompt_logprobs: list[Any] | None = None
         self.sampling_request: Any = None  # built once by the engine; holds output_token_ids by reference
         self.stop_checker: Any = None  # None: somebody else says when the sequence ends
+        self.stop_ids: SequenceOf[int] = ()  # tokens that end it, where somebody else says so
 
     @property
     def prompt_token_ids(self) -> list[int]:

@@ -74,7 +74,7 @@ class SpeculativeStep:
     shared by a host who does not ask; else it is left behind by sequences that do not draft, and catches up when they
     do. `planner` decides how much is drafted and verified; without one it is as much as the host reserves. `agree`
     makes ranks that verify together take one rank's drafts. With `reserve_rounds`, up to `most_rounds` are one step
-    where that is one call.
+    where that is one call, in which the drafts behind them are made as well.
     """
 
     def __init__(
@@ -102,10 +102,10 @@ class SpeculativeStep:
         self.planner = planner
         self.limit = limit  # of a rollback method that does not keep all that is verified
         self.agree = agree
-        self.reserve_rounds = reserve_rounds if most_rounds > 1 else None
+        self.reserve_rounds = reserve_rounds
         self.most_rounds = most_rounds
-        if planner is not None and self.reserve_rounds is not None and target.runs_greedy(1):
-            planner.most_rounds = most_rounds, 1 if drafter is None or drafter.in_rounds is None else most_rounds
+        if planner is not None and reserve_rounds is not None and target.runs_greedy(1):
+            planner.expect_calls(most_rounds, drafter is not None and drafter.in_rounds is not None)
         self.verifier = get_verifier(verification, target.model.backend)
         self._sampling_batch = get_sampling_batch(target.model.backend)
         self.noise: Noise = {}  # what the last proposal drew, for the step that verifies it

@@ -78,7 +78,7 @@ class StepClock:
         self._tells_rest = True
         self._hears_next(time.perf_counter() - self._began)
         self._num_seqs, self._num_rounds = len(entries), len(rounds)
-        self._passes, self._drafts, self._proposal_seconds = [], any(found.num_drafted), 0.0
+        self._passes, self._drafts, self._proposal_seconds = [], found.drafts, 0.0
         self._pass_seconds = sum(of_round.verify_seconds for of_round in rounds) + found.draft_seconds
         num_tokens = sum(entry.context_len for entry in entries)
         for i, of_round in enumerate(rounds):
@@ -116,7 +116,7 @@ class StepClock:
         self._step_seconds += _RECENT * (seconds - self._step_seconds)
         rest_seconds = seconds - self._pass_seconds
         if self._passes or self._drafts:
-            rest_seconds -= self._proposal_seconds
+            rest_seconds -= self._proposal_seconds if self._passes else 0.0
             arguments = (self._passes, self._proposal_seconds, self._num_seqs, rest_seconds, self._num_rounds)
             ask(self.controller.observe_proposal, *arguments)
         else:

@@ -66,6 +66,11 @@ class Rounds:
         self._drafts, self._evidence = found[start:], beside
 
     @property
+    def drafts(self) -> bool:
+        """Whether any drafts were made in the call."""
+        return any(self.num_drafted) or self.num_drafted_ahead > 0
+
+    @property
     def draft_seconds(self) -> float:
         """Of all that made drafts."""
         return sum(self.seconds[1::2])

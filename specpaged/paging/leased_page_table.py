@@ -57,6 +57,17 @@ class LeasedPageTable(PageTable):
         self.context_lens[pool] += num_tokens
 
     @override
+    def settle(self, context_lens: Sequence[int], num_slots: int = 0) -> int:
+        before, room = self.context_lens, len(self.blocks) * self.block_size
+        if len(context_lens) != len(before) or min(context_lens) < 0 or max(context_lens) > room:
+            raise ValueError(f"context_lens must be {len(before)} in 0..{room}, the capacity, got {list(context_lens)}")
+        for pool, context_len in enumerate(context_lens):
+            if context_len < self.num_published[pool] * self.block_size:
+                self.num_published[pool] = 0
+        before[:] = context_lens
+        return 0
+
+    @override
     def check_integrity(self) -> None:
         if len(set(self.blocks)) != len(self.blocks):
             raise IntegrityError(f"the page table names a block twice: {self.blocks}")

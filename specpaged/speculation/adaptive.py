@@ -137,9 +137,8 @@ class AdaptiveController(MeasuringController):
             self.acceptance.chances_of(self._request(sequence), of_draft) if of_draft else ()
             for sequence, of_draft in zip(sequences, evidence, strict=True)
         ]
-        num_rounds = self.costs.drafting_rounds
-        proposal = self.costs.proposal(sum(map(bool, lengths)) if times.later else 0) / num_rounds
-        return self.selecting.select(chances, times, proposal + times.later_passes(lengths), num_rounds)
+        proposal = self.costs.proposal_of_round(sum(map(bool, lengths)) if times.later else 0)
+        return self.selecting.select(chances, times, proposal + times.later_passes(lengths), self.costs.drafting_rounds)
 
     @override
     def observe_drafts(
@@ -216,7 +215,7 @@ class AdaptiveController(MeasuringController):
             chances,
             times.verify,
             (times.first, times.later) if times.later else (),
-            proposal_seconds=self.costs.proposal(0) / self.costs.drafting_rounds,
+            proposal_seconds=self.costs.proposal_of_round(0),
             plain_seconds=times.plain / worth,
         )
 

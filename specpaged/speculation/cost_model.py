@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+import operator
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from statistics import median
 
@@ -14,6 +15,7 @@ _NUM_RECENT = 31  # passes whose median says what all have in common
 _NUM_NEWEST = 5  # of them, whose median says how busy the machine is at this moment
 _MEDIAN_EVERY = 8  # passes
 _WAIT = 10
+_NEWTON = 4  # steps, which double the digits that are right
 _FURTHER_ROUND = 0.25  # of what a step takes beside its passes, for each round behind the first one
 _SHIFT = 0.05  # in the logarithm: a median beyond it is no noise
 _BESIDES = ("seconds_per_proposal", "seconds_per_step", "seconds_per_drafting", "seconds_per_sequence", "seconds_saved")
@@ -31,10 +33,12 @@ class CostModel:
     once, where most of the last ones show it; else slowly, and hardly from a single one that stands out.
 
     The rest of a step that drafts takes `drafting_rest` times as long, and what that is more is part of the proposal.
-    As long as plain steps have not been heard, it is taken for what all steps have in common: a host's own work.
+    As long as plain steps of about as many sequences have not been heard, it is taken for what all steps have in
+    common: a host's own work.
 
     A host that makes one step of several rounds takes hardly more for all of them: each further round adds a share. So
-    it does of `plain_rounds` where nothing is drafted, and of `drafting_rounds` elsewhere.
+    it does of `plain_rounds` where nothing is drafted, and of `drafting_rounds` elsewhere. There, drafts may be made in
+    the rounds themselves: of a round, `proposals_per_round` have a proposal of their own.
     """
 
     def __init__(
@@ -57,10 +61,11 @@ class CostModel:
         self.seconds_saved = seconds_saved
         self.drafting_rest = 1.0
         self.plain_rounds = self.drafting_rounds = 1
+        self.proposals_per_round = 1.0
         self.errors = PassErrors(target)
         self._of_target, self._of_proposals = _Surprises(), _Surprises()
         self._of_rest, self._of_drafting_rest = _Surprises(), _Surprises()
-        self._num_plain = 0  # steps that were heard
+        self._num_plain: Counter[int] = Counter()  # steps that were heard, by the octave of their number of sequences
 
     def __str__(self) -> str:
         """A line, as the costs are known now."""
@@ -79,6 +84,11 @@ class CostModel:
     def proposal(self, num_seqs: int) -> float:
         """Of a proposal for so many, beside its passes, with what the rest of its step takes more than of others."""
         return self._own_proposal(num_seqs) + max(0.0, self.drafting_rest - 1.0) * self.rest(num_seqs)
+
+    def proposal_of_round(self, num_seqs: int) -> float:
+        """What of that falls to each round that drafts."""
+        more_rest = self.proposal(num_seqs) - self._own_proposal(num_seqs)
+        return self.proposals_per_round * self._own_proposal(num_seqs) + more_rest / self.drafting_rounds
 
     def saved(self, num_seqs: int) -> float:
         """Of a plain step's pass: the less, the more it has to compute beside reading the weights."""
@@ -145,25 +155,43 @@ class CostModel:
         """
         expected = self.rest(num_seqs, num_rounds)
         if 0 < seconds < _WAIT * expected:
-            self._num_plain += 1
+            self._num_plain[num_seqs.bit_length()] += 1
             self._of_rest.add(math.log(seconds / expected) - self._of_target.newest)
             factor = self._of_rest.take_shift()
-            self._scale_rest(factor)
+            self._scale_rest(factor, num_seqs)
             self.drafting_rest /= factor
+
+    def expect_rest(self, seconds_per_step: float, seconds_per_sequence: float) -> None:
+        """What a step takes beside its passes under this host, until it has been heard."""
+        self.seconds_per_step, self.seconds_per_sequence = seconds_per_step, seconds_per_sequence
 
     def _observe_drafting_rest(self, seconds: float, num_seqs: int, num_rounds: int) -> None:
         expected = self.drafting_rest * self.rest(num_seqs, num_rounds)
         if 0 < seconds < _WAIT * expected:
             self._of_drafting_rest.add(math.log(seconds / expected) - self._of_target.newest)
             factor = self._of_drafting_rest.take_shift()
-            if self._num_plain < _NUM_RECENT // 2:
-                self._scale_rest(factor)
-            else:
-                self.drafting_rest *= factor
+            if factor == 1.0:
+                return
+            over_rest = factor * self.drafting_rest  # of what was thought of steps without drafts
+            knows_plain = self._num_plain[num_seqs.bit_length()] >= _NUM_RECENT // 2
+            self.drafting_rest = max(1.0, over_rest if knows_plain else self.drafting_rest)
+            self._scale_rest(over_rest / self.drafting_rest, num_seqs)  # who drafts does all that others do
 
-    def _scale_rest(self, factor: float) -> None:
-        self.seconds_per_step *= factor
-        self.seconds_per_sequence *= factor
+    def _scale_rest(self, factor: float, num_seqs: int) -> None:
+        """The rest of a step of so many sequences takes `factor` times as long as was thought.
+
+        Hosts differ in how much of it is there for one sequence as for many. What has the larger part in it is moved by
+        as much more, in the logarithm, as its part is larger: by the least that will do, one as uncertain as the other.
+        """
+        of_sequences = num_seqs * self.seconds_per_sequence
+        rest = self.seconds_per_step + of_sequences
+        parts = self.seconds_per_step / rest, of_sequences / rest
+        move = math.log(factor) / sum(part * part for part in parts)
+        for _ in range(_NEWTON):
+            moved = [part * math.exp(part * move) for part in parts]
+            move -= (sum(moved) - factor) / sum(map(operator.mul, parts, moved))
+        self.seconds_per_step *= math.exp(parts[0] * move)
+        self.seconds_per_sequence *= math.exp(parts[1] * move)
 
     def _own_proposal(self, num_seqs: int) -> float:
         return self.seconds_per_proposal + num_seqs * self.seconds_per_drafting

@@ -25,6 +25,9 @@ OPTIONS: dict[str, tuple[str | bool, ...]] = {
 }
 DRAFT_OPTIONS = [key for key in OPTIONS if key.startswith("draft_")]
 
+# Of a step, and of each of its sequences, beside the passes: vLLM's engine, and ours, until it has been heard.
+REST_SECONDS = 5e-4, 3.7e-5
+
 
 def engine_config(vllm_config: VllmConfig, device: str) -> EngineConfig:
     """The engine configuration that vLLM's configuration amounts to.

@@ -54,6 +54,7 @@ class Sequences:
         self.owes_prompt_logprobs: set[Sequence] = set()  # vLLM takes them with an output token, once and whole
         self._sequences: dict[str, Sequence] = {}
         self._gone: list[Sequence] = []  # in the last update
+        self._most_scheduled = 0  # draft tokens of a sequence that its scheduler takes, as of that
         # Blocks whose every token has the draft's KV, too. vLLM shares blocks by their tokens: all that it gives as
         # computed have the target's, and the draft's where somebody has drafted.
         self._have_draft_kv: set[int] = set()
@@ -71,6 +72,7 @@ class Sequences:
         Returns what this step runs, in vLLM's order, and the sequences that have ended or given up their KV.
         """
         self._gone = []
+        self._most_scheduled = scheduled.num_spec_tokens_to_schedule
         for request_id in scheduled.finished_req_ids:
             self._forget(request_id)
         for new in scheduled.scheduled_new_reqs:
@@ -113,6 +115,7 @@ class Sequences:
             self.max_draft_tokens if asked is None else asked,
         )
         sequence.sampling_request = self._sampling_request(sequence, given)
+        sequence.stop_ids = params.stop_token_ids if params.ignore_eos else sequence.sampling_request.stop_ids
         if params.prompt_logprobs is not None:
             self.owes_prompt_logprobs.add(sequence)
         if given.structured_outputs is not None:
@@ -161,8 +164,9 @@ class Sequences:
         for sequence in sequences if self.num_pools > DRAFT else ():
             table = sequence.page_table
             num_full = min(table.context_lens) // self.block_size
-            self._have_draft_kv.update(table.blocks[table.num_published[DRAFT] : num_full])
-            table.num_published[DRAFT] = num_full
+            if num_full != table.num_published[DRAFT]:
+                self._have_draft_kv.update(table.blocks[table.num_published[DRAFT] : num_full])
+                table.num_published[DRAFT] = num_full
 
     def _forget(self, request_id: str) -> None:
         sequence = self._sequences.pop(request_id, None)
@@ -181,11 +185,7 @@ class Sequences:
         samples = context_len + num_new_tokens == sequence.num_tokens
         draft = NO_DRAFT
         if samples and given:
-            # Placeholders stand for our own drafts, which the scheduler has not seen; where there are none, it pads.
-            draft = sequence.draft.cut(len(given))
-            if given[0] != PLACEHOLDER_TOKEN_ID:
-                given = _known(given)
-                draft = draft.cut(len(given)) if list(draft.token_ids[: len(given)]) == given else Draft(given)
+            draft = sequence.draft if sequence.draft.token_ids == given else _given(sequence.draft, given)
             draft = draft.cut(min(self.max_model_len, table.capacity) - sequence.num_tokens)
         return ScheduledSequence(sequence, context_len, num_new_tokens, samples, draft)
 
@@ -195,14 +195,34 @@ class Sequences:
         The draft's KV of them, but the last one's, is to fit into the blocks that are there.
         """
         params, num_outputs = sequence.params, len(sequence.output_token_ids)
-        stop_ids = params.stop_token_ids if params.ignore_eos else sequence.sampling_request.stop_ids
         for i, token_id in enumerate(token_ids, num_outputs - len(token_ids) + 1):
-            if token_id in stop_ids and i >= params.min_tokens:
+            if token_id in sequence.stop_ids and i >= params.min_tokens:
                 return 0
         room = self.max_model_len - sequence.num_tokens - 1
         if self.num_pools > 1:
             room = min(room, sequence.page_table.capacity - sequence.num_tokens + 1)
         return min(sequence.max_draft_tokens, params.max_tokens - num_outputs - 1, room)
+
+    def reserve_rounds(
+        self, sequences: SequenceOf[Sequence], num_rounds: int, wanted: SequenceOf[int] | None = None
+    ) -> list[tuple[int, int]]:
+        """As `ReserveRounds` says: of one round and, if there are two, the drafts behind it.
+
+        So many tokens may come that these are as many as `num_useful_draft_tokens` will be then.
+        """
+        reserved = []
+        for i, sequence in enumerate(sequences):
+            k = min(self._most_scheduled, sequence.max_draft_tokens if wanted is None else wanted[i])
+            num_tokens = len(sequence.token_ids)
+            most = min(
+                len(sequence.draft.token_ids) + k + 2,
+                sequence.params.max_tokens - len(sequence.output_token_ids),
+                self.max_model_len - num_tokens,
+            )
+            if self.num_pools > 1:
+                most = min(most, sequence.page_table.capacity - num_tokens + 2)
+            reserved.append((k, most))
+        return reserved
 
     def _derive_seed(self) -> int:
         self._num_seeds_derived += 1
@@ -221,7 +241,15 @@ class Sequences:
             raise IntegrityError(f"{strangers} have ended, and are still remembered")
 
 
-def _known(token_ids: SequenceOf[int]) -> list[int]:
-    """The draft tokens before the first placeholder."""
+def _given(own: Draft, token_ids: SequenceOf[int]) -> Draft:
+    """What the scheduler gives of a sequence's own draft, or in its place.
+
+    Placeholders stand for our own drafts, which the scheduler has not seen; where there are none, it pads.
+    """
+    draft = own.cut(len(token_ids))
+    if token_ids[0] == PLACEHOLDER_TOKEN_ID:
+        return draft
     known = list(token_ids)
-    return known[: known.index(PLACEHOLDER_TOKEN_ID)] if PLACEHOLDER_TOKEN_ID in known else known
+    if PLACEHOLDER_TOKEN_ID in known:
+        known = known[: known.index(PLACEHOLDER_TOKEN_ID)]
+    return draft.cut(len(known)) if list(draft.token_ids[: len(known)]) == known else Draft(known)

@@ -27,7 +27,7 @@ from specpaged.modeling.shard import Shard, gathered
 from specpaged.paging.kv_cache import PagedKVCache
 from specpaged.vllm_plugin import admission
 from specpaged.vllm_plugin.compat import check_version
-from specpaged.vllm_plugin.config import engine_config
+from specpaged.vllm_plugin.config import REST_SECONDS, engine_config
 from specpaged.vllm_plugin.memory import run_largest_step
 from specpaged.vllm_plugin.metrics import MetricsExport
 from specpaged.vllm_plugin.model_runner import SpecPagedModelRunner
@@ -203,7 +203,7 @@ class SpecPagedWorker(Refusals, WorkerBase):
             engine=parallel.data_parallel_index,
         )
         draft = drafter.runner if pair.draft is not None else None
-        planner = get_planner(config, target, draft, drafter, self.shard is None)
+        planner = get_planner(config, target, draft, drafter, self.shard is None, REST_SECONDS)
         speculative_step = SpeculativeStep(
             target,
             drafter,
@@ -212,6 +212,7 @@ class SpecPagedWorker(Refusals, WorkerBase):
             EngineMetrics(),
             max_num_batched_tokens=config.max_num_batched_tokens,
             planner=planner,
+            reserve_rounds=sequences.reserve_rounds,
             # vLLM shares blocks by their tokens, and hidden states do not come again.
             follows_target=config.enable_prefix_caching and drafter is not None and drafter.hidden_states is not None,
             # Each rank runs the whole draft, and quick kernels may differ in a bit.

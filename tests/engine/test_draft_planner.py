@@ -153,7 +153,7 @@ def test_of_a_trial_in_one_call_all_rounds_are_heard_but_the_first():
     assert planner.clock.tells
     entries = [SimpleNamespace(context_len=10), SimpleNamespace(context_len=20)]
     rounds = [Round([[], []], [[], []], [[5], [6]], 0, seconds, 0.0) for seconds in (9.0, 2.0, 3.0, 4.0)]
-    planner.clock.ran(entries, SimpleNamespace(rounds=rounds, num_drafted=[0] * 4, draft_seconds=0.0))
+    planner.clock.ran(entries, SimpleNamespace(rounds=rounds, drafts=False, draft_seconds=0.0))
     assert listener.heard == [((2, 2, 16.0), 2.0), ((2, 2, 17.0), 3.0), ((2, 2, 18.0), 4.0)]
 
 

@@ -16,3 +16,17 @@ def test_a_block_that_is_not_there_is_refused_at_once(bad):
         table.restart([1, bad], [0])
     assert table.blocks == [3, 8]
     table.check_integrity()
+
+
+def test_it_settles_at_any_lengths_that_it_has_room_for_and_keeps_its_blocks():
+    table = LeasedPageTable(num_blocks=8, block_size=4, num_pools=2)
+    table.lend([3, 5])
+    assert table.settle((7, 4), 8) == 0
+    assert (table.blocks, table.context_lens) == ([3, 5], [7, 4])
+    table.num_published[1] = 1
+    assert table.settle((2, 3)) == 0
+    assert (table.blocks, table.context_lens, table.num_published) == ([3, 5], [2, 3], [0, 0])
+    for context_lens in ((9, 3), (-1, 3), (2,)):
+        with pytest.raises(ValueError, match=r"must be 2 in 0\.\.8"):
+            table.settle(context_lens)
+    assert table.context_lens == [2, 3]

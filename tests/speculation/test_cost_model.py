@@ -141,6 +141,38 @@ def test_what_a_call_takes_beside_its_rounds_is_not_taken_for_what_each_round_wo
     assert model.rest(4) == pytest.approx(0.35 / (1 + 3 * _FURTHER_ROUND), rel=0.05)
 
 
+@pytest.mark.parametrize(("per_step", "per_sequence"), [(0.45, 0.02), (0.02, 0.06)])
+def test_what_a_host_takes_for_many_is_not_concluded_from_what_it_takes_for_one(per_step, per_sequence):
+    """Nor the other way round: hosts differ in which part is the larger one."""
+    model = CostModel(PassSeconds(NODES, known()), seconds_per_step=0.07, seconds_per_sequence=0.02)
+    for num_seqs in (1, 16) * 4:
+        for _ in range(100):
+            model.observe_target(PassShape(16, num_seqs), model.target.of_rows(16))
+            model.observe_rest(per_step + num_seqs * per_sequence, num_seqs)
+    for num_seqs in (1, 4, 16):
+        assert model.rest(num_seqs) == pytest.approx(per_step + num_seqs * per_sequence, rel=0.25)
+
+
+def test_what_only_steps_that_draft_have_shown_of_so_many_sequences_is_not_held_against_drafting():
+    """Of a batch of 16 plain steps are known; of one sequence there are none, and more than was thought is common."""
+    model = CostModel(PassSeconds(NODES, known()), seconds_per_step=0.07, seconds_per_sequence=0.02)
+    for _ in range(100):
+        model.observe_target(PassShape(16, 16), model.target.of_rows(16))
+        model.observe_rest(0.5, 16)
+    for _ in range(100):
+        model.observe_target(PassShape(5, 1), model.target.of_rows(5))
+        model.observe_proposal([], 1e-4, 1, 0.4)
+    assert model.rest(1) == pytest.approx(0.4, rel=0.05)
+    assert model.proposal(1) == 0
+
+
+def test_a_proposal_is_spread_over_rounds_whose_drafts_are_made_within_them():
+    model = CostModel(PassSeconds(NODES, known()), seconds_per_proposal=0.2, seconds_per_drafting=0.1)
+    assert model.proposal_of_round(2) == pytest.approx(0.4)
+    model.proposals_per_round = 0.25
+    assert model.proposal_of_round(2) == pytest.approx(0.1)
+
+
 def test_drafts_that_are_made_within_rounds_say_nothing_of_proposals():
     draft = PassSeconds([1, 64], [0.05, 0.05])
     model = CostModel(PassSeconds(NODES, known()), draft, seconds_per_proposal=0.05, seconds_per_step=0.1)

@@ -13,7 +13,7 @@ from specpaged.engine.step import ScoredStep, SpeculativeStep  # noqa: E402
 from specpaged.engine.target_pass import TargetPass  # noqa: E402
 from specpaged.verification.base import VerifyOutput  # noqa: E402
 from specpaged.vllm_plugin.model_runner import SpecPagedModelRunner  # noqa: E402
-from tests.vllm_plugin.serving import PROMPTS, check_nothing_is_held, token_ids  # noqa: E402
+from tests.vllm_plugin.serving import PROMPTS, check_nothing_is_held, model_runner, token_ids  # noqa: E402
 from tests.vllm_plugin.test_sequences import make_sequences, new, step  # noqa: E402
 
 SPOILT = 3  # of PROMPTS
@@ -76,6 +76,7 @@ def test_what_only_drafts_spoil_comes_out_as_without_them(make_vllm, monkeypatch
     expected = generate(make_vllm(0), params)
     llm = make_vllm(4)
     forbidden = llm.get_tokenizer().encode("z", add_special_tokens=False) if "structured_outputs" in params else ()
+    monkeypatch.setattr(model_runner(llm).speculative_step, "reserve_rounds", None)  # by the verifier
     spoilt = spoil(monkeypatch, with_drafts_only=True, forbidden=forbidden)
     spoilt.prompt = list(expected[SPOILT].prompt_token_ids)
     outputs = generate(llm, params)
@@ -92,6 +93,7 @@ def test_a_request_that_has_no_token_ends_and_its_mates_do_not_notice(make_vllm,
     params = GREEDY | {"logprobs": logprobs}
     expected = generate(make_vllm(0), params)
     llm, spoilt = make_vllm(k), spoil(monkeypatch, with_drafts_only=False)
+    monkeypatch.setattr(model_runner(llm).speculative_step, "reserve_rounds", None)  # by the verifier
     spoilt.prompt = list(expected[SPOILT].prompt_token_ids)
     outputs = generate(llm, params)
     spoilt_output, spoilt_plain = outputs.pop(SPOILT).outputs[0], expected.pop(SPOILT).outputs[0]

@@ -13,6 +13,16 @@ from specpaged.config import EMBEDDED_TARGET  # noqa: E402
 from tests.vllm_plugin.serving import PROMPTS, check_nothing_is_held, core, model_runner, token_ids  # noqa: E402
 
 DRAFT = {"method": "draft_model", "model": EMBEDDED_TARGET, "num_speculative_tokens": 4}
+COUNTS = (
+    "steps",
+    "rounds",
+    "emitted_tokens",
+    "drafts",
+    "draft_tokens",
+    "accepted_tokens",
+    "proposed_tokens",
+    "rollbacks",
+)
 BLOCK_BYTES = 2 * 16 * 8 * 2 * 4 * 32 * 4  # of two pools: 16 tokens, 8 layers, 4 heads of 32 dimensions
 
 
@@ -50,4 +60,39 @@ def test_drafts_made_last_lose_nothing(make_vllm, arguments):
     metrics = model_runner(llm).metrics
     assert metrics.draft_tokens > 200
     assert metrics.acceptance_rate == 1.0
+    check_nothing_is_held(llm)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"max_model_len": 224},
+        {"enable_prefix_caching": True},
+        {"max_num_batched_tokens": 64},
+        {"async": True},
+    ],
+    ids=str,
+)
+def test_drafts_made_in_one_call_with_the_pass_are_those_of_a_proposal(make_vllm, request, arguments):
+    """Whoever ends by a stop, by its length or by the model's; and so is all that is counted."""
+    if arguments.pop("async", False):
+        request.getfixturevalue("asynchronous")
+        arguments = {"async_scheduling": True}
+    llm = make_vllm(3, **arguments)
+    params = [
+        vllm.SamplingParams(temperature=0, max_tokens=15 + 7 * i, ignore_eos=i % 2 > 0) for i in range(len(PROMPTS))
+    ]
+    params[1] = vllm.SamplingParams(temperature=0, max_tokens=40, stop_token_ids=[11, 13, 30], min_tokens=5)
+    step = model_runner(llm).speculative_step
+    rounds, in_one_call = step.target.rounds, []
+    step.target.rounds = lambda *args: in_one_call.append(1) or rounds(*args)
+    told = []
+    for reserve_rounds in (None, step.reserve_rounds):
+        step.reserve_rounds = reserve_rounds
+        before = {name: getattr(step.metrics, name) for name in COUNTS}
+        outputs = token_ids(llm.generate(PROMPTS, params, use_tqdm=False))
+        told.append((outputs, {name: getattr(step.metrics, name) - before[name] for name in COUNTS}))
+        assert bool(in_one_call) == (reserve_rounds is not None)
+    assert told[0] == told[1]
     check_nothing_is_held(llm)

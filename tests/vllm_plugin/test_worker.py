@@ -216,13 +216,14 @@ def test_how_many_tokens_are_drafted_may_hang_on_the_batch_size(make_vllm, stand
     draft = {"method": "draft_model", "model": EMBEDDED_DRAFT, "num_speculative_tokens": 4}
     ranges = [[1, 2, 4], [3, 5, 1], [6, 8, 0]]
     llm = make_vllm(0, speculative_config=draft | {"num_speculative_tokens_per_batch_size": ranges})
-    lengths, propose = set(), model_runner(llm).speculative_step.drafter.propose
+    lengths, take_drafts = set(), model_runner(llm).take_drafts
 
-    def noting(rows, sampling, stop_rule=None):
-        lengths.update((len(sampling.requests), row.num_draft_tokens) for row in rows if row.num_draft_tokens > 0)
-        return propose(rows, sampling)
+    def noting():
+        drafts = take_drafts()
+        lengths.update((len(drafts.req_ids), len(token_ids)) for token_ids in drafts.draft_token_ids if token_ids)
+        return drafts
 
-    model_runner(llm).speculative_step.drafter.propose = noting
+    model_runner(llm).take_drafts = noting
     params = [vllm.SamplingParams(temperature=0, max_tokens=4 * i) for i in range(1, len(PROMPTS) + 1)]
     params = [*params[:-3], *[vllm.SamplingParams(**GREEDY)] * 3]
     outputs = token_ids(llm.generate(PROMPTS, params, use_tqdm=False))
