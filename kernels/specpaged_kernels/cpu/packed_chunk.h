@@ -1,6 +1,6 @@
 // A chunk's keys and values of one head, laid out for many rows that read them.
 //
-// Reading a key where it lies, a row ends with a sum over lanes (`sums` of paged_attention.cpp), which takes as long as
+// Reading a key where it lies, a row ends with a sum over lanes (`sums` of unpacked_chunk.h), which takes as long as
 // the product of a short head. Turned once, the keys are the lanes: the sums of eight are then of whole vectors, in the
 // same order, so that a row has the same bits either way.
 //
@@ -33,21 +33,21 @@ inline void transpose(const Floats (&x)[LANES], Floats (&y)[LANES]) {
 }
 
 struct PackedChunk {
-    Lines keys, values;           // [D, CHUNK], [CHUNK, D]; D is a multiple of LANES
-    int head_dim = 0, count = 0;      // keys that there are, a multiple of LANES: the last one stands for who is none
+    Lines keys, values;  // [D, CHUNK], [CHUNK, D]
+    int head_dim = 0;    // D, a multiple of LANES
 
-    // Takes `num_keys` of them from where they lie; `each` is called with each of them.
+    // Takes `num_keys` of them from where they lie: eight at a time, of which the last one stands for who is none, and
+    // nobody reads that. `each` is called with each of them.
     template <typename T, typename Each>
     void pack(const T* const* from_keys, const T* const* from_values, int num_keys, int dim, Each each) {
         head_dim = dim;
-        count = (num_keys + LANES - 1) / LANES * LANES;
         float* const to_keys = keys.resized(size_t(dim) * CHUNK);
         float* const to_values = values.resized(size_t(dim) * CHUNK);
         for (int i = 0; i < num_keys; ++i) {
             each();
             for (int d = 0; d < dim; d += LANES) store(to_values + size_t(i) * dim + d, load(from_values[i] + d));
         }
-        for (int key = 0; key < count; key += LANES)
+        for (int key = 0; key < num_keys; key += LANES)
             for (int d = 0; d < dim; d += LANES) {
                 Floats rows[LANES], columns[LANES];
                 for (int i = 0; i < LANES; ++i) rows[i] = load(from_keys[std::min(key + i, num_keys - 1)] + d);
@@ -65,7 +65,8 @@ inline __attribute__((always_inline)) void add_lane(Row* const (&rows)[ROWS], co
         for (int v = 0; v < VECTORS; ++v) total[r][v] = Wides{};
     for (int d = lane; d < chunk.head_dim; d += LANES) {
         Wides part[VECTORS];
-        for (int v = 0; v < VECTORS; ++v) part[v] = in_register(load_wide(chunk.keys.data() + size_t(d) * CHUNK + key + v * WIDE));
+        const float* const keys = chunk.keys.data() + size_t(d) * CHUNK + key;
+        for (int v = 0; v < VECTORS; ++v) part[v] = in_register(load_wide(keys + v * WIDE));
         for (int r = 0; r < ROWS; ++r) {
             const Wides query = splat_wide(rows[r]->query[d]);
             for (int v = 0; v < VECTORS; ++v) total[r][v] = fma_wide(query, part[v], total[r][v]);
