@@ -65,7 +65,7 @@ def main(
                         name += SPECULATIVE
                     num_drafts = None if way.library == OURS else NUM_DRAFTS.get(size, 2)
                     job = Job(
-                        way.library, way.weights, str(target), str(draft) if speculative else None,
+                        way.library, way.weights, way.kv, str(target), str(draft) if speculative else None,
                         num_drafts if speculative else 0, threads, size, 1024, converted,
                     )  # fmt: skip
                     contender = Contender(name, way, python, job)

@@ -68,11 +68,10 @@ def summary(speeds: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     """
     medians = {name: median(of) for name, of in speeds.items()}
     beside_best = {}
-    for own in (OURS, OURS + SPECULATIVE):
-        peers = [
-            name for name in speeds if not name.startswith(OURS) and (own != OURS or not name.endswith(SPECULATIVE))
-        ]
-        if own in speeds and peers:
+    for own in (name for name in speeds if name.startswith(OURS)):
+        is_plain = not own.endswith(SPECULATIVE)
+        peers = [name for name in speeds if not name.startswith(OURS) and not (is_plain and name.endswith(SPECULATIVE))]
+        if peers:
             best = max(peers, key=medians.__getitem__)
             beside_best[own] = {"peer": best, "ratio": _spread(_ratios(speeds[own], speeds[best]), 3)}
     return {

@@ -22,6 +22,7 @@ class Ours:
             job.target,
             speculative_config=speculative or {"num_speculative_tokens": 0},
             dtype="float32",
+            kv_cache_dtype=job.kv,
             max_model_len=job.max_model_len,
             max_num_seqs=job.max_num_seqs,
             enable_prefix_caching=False,  # rounds repeat prompts

@@ -9,6 +9,9 @@ not quicker by more than runs differ.
 the embedded target has. Built for AVX2 it takes steps of 32, and decodes such a model twice as fast on the same CPU.
 Heads of 64 and more have no such rest. Both builds with llama.cpp's defaults, float16 KV and flash attention.
 
+**Ours** keeps KV in float32, as its arithmetic is, and has the outputs of transformers in float32. With float16 KV
+it keeps as many bits as llama.cpp, and twice those of OpenVINO: exact as ever, within that configuration.
+
 Each is loaded for the B at hand, with as many threads as ours. Tokens are chosen by the library where it chooses for a
 whole batch: by OpenVINO's own sampler, and of llama.cpp's logits by one argmax over all rows.
 """
@@ -24,12 +27,14 @@ class Way:
 
     library: str  # one of worker.MODULES
     weights: str = ""  # OpenVINO's format of them
+    kv: str = "auto"  # what ours stores keys and values as
     build: str = ""  # a folder of the environment that has another build of the package
 
 
 OURS = "ours"
 WAYS = {
     OURS: Way("ours"),
+    f"{OURS}, fp16 KV": Way("ours", kv="float16"),
     "OpenVINO GenAI": Way("OpenVINO GenAI", weights="fp32"),
     "OpenVINO GenAI, fp16 weights": Way("OpenVINO GenAI", weights="fp16"),
     "llama.cpp": Way("llama.cpp"),

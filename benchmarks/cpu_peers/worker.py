@@ -24,6 +24,7 @@ class Job:
 
     library: str  # one of MODULES
     weights: str  # the format of a library that has several
+    kv: str  # what ours stores the target's KV as
     target: str
     draft: str | None  # None: it decodes plainly
     num_drafts: int | None  # None: as many as ours decides
