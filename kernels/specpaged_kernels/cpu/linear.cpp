@@ -36,12 +36,18 @@ constexpr int AHEAD = 64;      // columns that a single tile fetches in advance:
 // Sums, weights and an input fill the vector registers: 32 of sixteen lanes, 16 of eight.
 constexpr int TILE_ROWS = WIDE == PANEL ? 12 : 6;
 constexpr int TILE_PANELS = WIDE == PANEL ? 2 : 1;
-constexpr int TASK_PANELS = WIDE == PANEL ? 6 : 4;
+constexpr int MOST_PANELS = WIDE == PANEL ? 8 : 4;  // of a task
 
 // Panels of a single tile: with few rows, several keep as many sums in flight, and as many streams of weights.
 constexpr int panels_of(int rows) {
-    if (WIDE == PANEL) return rows == 1 ? 6 : rows == 4 ? 3 : rows <= 6 ? 4 : rows <= 8 ? 3 : TILE_PANELS;
+    if (WIDE == PANEL) return rows == 1 ? 8 : rows == 4 ? 3 : rows <= 6 ? 4 : rows <= 8 ? 3 : TILE_PANELS;
     return rows == 1 ? 4 : rows <= 3 ? 2 : TILE_PANELS;
+}
+
+// Panels of a task: as many as a whole number of tiles takes, so that none is left for a tile of its own.
+constexpr int64_t task_panels_of(int64_t num_rows) {
+    const int of_tile = panels_of(int(std::min<int64_t>(num_rows, TILE_ROWS)));
+    return MOST_PANELS / of_tile * of_tile;
 }
 
 // Vector v of a panel's column, as floats.
@@ -282,12 +288,13 @@ template <typename W, typename T>
 void linear(const Tiling& tiling, const float* x, const W* weight, const T* bias, int64_t in_features,
             int64_t out_features, T* y, int num_threads) {
     const int64_t num_panels = (out_features + PANEL - 1) / PANEL;
-    const int64_t num_tasks = (num_panels + TASK_PANELS - 1) / TASK_PANELS;
+    const int64_t task_panels = task_panels_of(tiling.num_rows);
+    const int64_t num_tasks = (num_panels + task_panels - 1) / task_panels;
     const Task<W, T> all = {{weight, in_features * PANEL}, num_panels, in_features, out_features, bias, y, out_features};
     Team::run(num_tasks, num_threads, [&](int64_t first, int64_t last) {
         for (int64_t i = first; i < last; ++i) {
-            Task<W, T> task = all.from(i * TASK_PANELS);
-            task.num_panels = std::min<int64_t>(TASK_PANELS, task.num_panels);
+            Task<W, T> task = all.from(i * task_panels);
+            task.num_panels = std::min(task_panels, task.num_panels);
             if constexpr (std::is_same_v<W, float16>) {
                 if (tiling.num_tiles >= LEAST_CONVERTED) {
                     run_converted(tiling, x, task);
