@@ -12,11 +12,14 @@ PROMPTS = [[1 + (7 * i + j) % 250 for j in range(20 + 5 * i)] for i in range(5)]
 
 
 class KnownTimes:
-    """Stands before an engine's `step`: calls take what is known of their rounds, and much more behind another K."""
+    """Stands before an engine's `step`: calls take what is known of their rounds, and much more behind another K.
+
+    By turns they take a little more or less, so that the median moves where any dear ones are among them.
+    """
 
     def __init__(self, engine, seconds):
         self.engine, self.seconds, self.honest = engine, seconds, engine.step
-        self.now, self.last_depth, self.calls = 0.0, None, []
+        self.now, self.last_depth, self.age, self.calls = 0.0, None, 0, []
         engine.step = self.step
 
     def clock(self):
@@ -31,7 +34,9 @@ class KnownTimes:
         if depth is None:
             self.now += 50.0
         else:
-            self.now += num_rounds * self.seconds(num_seqs, depth) + 100.0 * (depth != self.last_depth)
+            self.age = self.age + 1 if depth == self.last_depth else 0
+            noise = 0.1 * (-1) ** self.age
+            self.now += num_rounds * (self.seconds(num_seqs, depth) + noise) + (0.0 if self.age else 100.0)
             self.calls.append((num_seqs, depth, step.drafter is not None, step.planner is not None, num_rounds))
         self.last_depth = depth
         return outputs
