@@ -16,7 +16,6 @@ from specpaged.sampling_params import SamplingParams
 DEPTHS = (0, 4, 1, 8, 2, 6, 3)  # in this order: each comes behind one that is far from it
 MOST_DEPTH = max(DEPTHS)
 _TIMED_ROUNDS = 8  # of a turn, at least
-_SWEEPS = 2  # over all depths, at least
 
 
 class RoundTimer:
@@ -53,6 +52,8 @@ class RoundTimer:
     def round_seconds(self, batch_size: int, most_rounds: int, budget: float) -> list[float] | None:
         """[K] seconds of a round of `batch_size` sequences, K = 0 first: medians over some `budget` seconds.
 
+        Contexts grow from turn to turn, and rounds with them. So depths come in their order and backwards, equally
+        often, each time with new requests, and what a round takes is the mean of both: that of the mean context.
         Up to `most_rounds` rounds are one call, where the engine runs several at once. K = 0 is timed without a
         drafter, as plain decoding runs. K that are not timed lie between their neighbours. None if the engine's KV has
         no room for so many sequences.
@@ -60,17 +61,17 @@ class RoundTimer:
         step = self.engine.speculative_step
         before = step.planner, step.most_rounds
         step.planner, step.most_rounds = None, most_rounds
-        seconds: dict[int, list[float]] = {depth: [] for depth in DEPTHS}
-        start, num_sweeps = self.clock(), 0
+        forwards: dict[int, list[float]] = {depth: [] for depth in DEPTHS}
+        backwards: dict[int, list[float]] = {depth: [] for depth in DEPTHS}
+        start = self.clock()
         try:
-            while num_sweeps < _SWEEPS or self.clock() - start < budget:
-                first = num_sweeps % len(DEPTHS)  # contexts grow within a sweep, at the cost of other depths each time
-                if not self._sweep(batch_size, DEPTHS[first:] + DEPTHS[:first], seconds):
-                    return None
-                num_sweeps += 1
+            while not forwards[0] or self.clock() - start < budget:
+                for depths, seconds in ((DEPTHS, forwards), (DEPTHS[::-1], backwards)):
+                    if not self._sweep(batch_size, depths, seconds):
+                        return None
         finally:
             step.planner, step.most_rounds = before
-        return _between({depth: median(taken) for depth, taken in seconds.items()})
+        return _between({depth: (median(forwards[depth]) + median(backwards[depth])) / 2 for depth in DEPTHS})
 
     def _sweep(self, batch_size: int, depths: SequenceOf[int], seconds: dict[int, list[float]]) -> bool:
         """Time a turn of each depth; False where the batch did not stay whole."""

@@ -17,8 +17,9 @@ class KnownTimes:
     By turns they take a little more or less, so that the median moves where any dear ones are among them.
     """
 
-    def __init__(self, engine, seconds):
+    def __init__(self, engine, seconds, of_context=0.0):
         self.engine, self.seconds, self.honest = engine, seconds, engine.step
+        self.of_context = of_context  # seconds that each token of the context adds to a round
         self.now, self.last_depth, self.age, self.calls = 0.0, None, 0, []
         engine.step = self.step
 
@@ -29,14 +30,15 @@ class KnownTimes:
         step, running = self.engine.speculative_step, self.engine.scheduler.running
         [depth] = {sequence.max_draft_tokens for sequence in running} or {None}
         num_seqs, before = len(running), step.metrics.rounds
+        context_len = running[0].num_tokens if running else 0
         outputs = self.honest()
         num_rounds = step.metrics.rounds - before
         if depth is None:
             self.now += 50.0
         else:
             self.age = self.age + 1 if depth == self.last_depth else 0
-            noise = 0.1 * (-1) ** self.age
-            self.now += num_rounds * (self.seconds(num_seqs, depth) + noise) + (0.0 if self.age else 100.0)
+            of_round = self.seconds(num_seqs, depth) + self.of_context * context_len + 0.1 * (-1) ** self.age
+            self.now += num_rounds * of_round + (0.0 if self.age else 100.0)
             self.calls.append((num_seqs, depth, step.drafter is not None, step.planner is not None, num_rounds))
         self.last_depth = depth
         return outputs
@@ -66,6 +68,14 @@ def test_known_times_of_rounds_are_found_again(toy_pair, num_seqs, most_rounds, 
     assert {depth for _, depth, *_ in timed} == set(DEPTHS)
     assert all(num_rounds <= most_rounds and not decides for _, _, _, decides, num_rounds in timed)
     assert all(drafts for _, depth, drafts, *_ in timed if depth)
+
+
+def test_contexts_that_grow_make_no_depth_dearer(toy_pair):
+    llm = LLM(toy_pair.target, speculative_config={"model": toy_pair.target}, max_model_len=512)
+    known = KnownTimes(llm.engine, lambda num_seqs, depth: 0.0, of_context=1.0)
+    found = RoundTimer(llm.engine, PROMPTS[:1], GREEDY, known.clock).round_seconds(1, 4, 0.0)
+    assert max(found) - min(found) < 30  # of 380 tokens that a sweep's depths bring
+    assert min(found) > 100
 
 
 def test_plain_rounds_are_timed_without_a_drafter(toy_pair):
