@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from typing_extensions import override
 
@@ -15,7 +15,7 @@ from specpaged.speculation.controller import Candidate, MeasuringController, Pla
 from specpaged.speculation.cost_model import CostModel
 
 PROBE_SECONDS = 6.0
-ROUND_SECONDS = 16.0  # of every batch size, for rounds as the engine runs them, and for single ones
+ROUND_SECONDS = 14.0  # of every batch size, for rounds as the engine runs them, and for single ones
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
@@ -119,6 +119,8 @@ class PairProfile:
         categories = _decode(job, controller)
         rates = _rates(controller, categories)
         share = controller.num_drafted / max(1, controller.num_asked)
+        say(f"decoding them with each K up to {MOST_DEPTH}")
+        tokens = [1.0, *(_tokens_per_round(job, k) for k in range(1, MOST_DEPTH + 1))]
         several, single = {}, {}
         for size in [size for size in BATCH_SIZES if size <= most]:
             say(f"timing rounds of {size}, {ROUND_SECONDS:.0f} s")
@@ -133,7 +135,6 @@ class PairProfile:
                 f"kv_cache_memory_bytes={job.llm.config.kv_cache_memory_bytes} holds no sequence with its drafts; "
                 "allowed: more"
             )
-        tokens = tokens_per_round(rates, share)
         return cls(
             costs,
             rates,
@@ -161,18 +162,30 @@ class PairProfile:
             "acceptance_by_position": [round(p, 4) for p in self.acceptance],
             "acceptance_by_category": {name: [round(p, 4) for p in rates] for name, rates in self.by_category.items()},
             "proposed_share": round(self.proposed_share, 4),
+            "tokens_per_round": [round(x, 4) for x in self.rounds.tokens],
             **self.rounds.as_dict(),
             "single_rounds": self.single_rounds.as_dict(),
         }
 
 
-def tokens_per_round(acceptance: Sequence[float], proposed_share: float) -> list[float]:
-    """[K] the tokens that a round brings a sequence, the target's own among them, where so much is drafted at all."""
-    tokens, chance = [1.0], 1.0
-    for rate in acceptance:
-        chance *= rate
-        tokens.append(tokens[-1] + proposed_share * chance)
-    return tokens
+def _tokens_per_round(job: Job, k: int) -> float:
+    """Of a sequence that always drafts k, the target's own token among them, behind the round of its prompt.
+
+    Acceptance by position does not say it: where a short draft stood, the next one is the likelier to stand.
+    """
+    step = job.llm.engine.speculative_step
+    planner, step.planner = step.planner, None
+    try:
+        params = [replace(of_prompt, extra_args={"num_speculative_tokens": k}) for of_prompt in job.params]
+        outputs = job.llm.generate(_prompts(job), params, use_tqdm=False)
+    finally:
+        step.planner = planner
+    num_accepted = sum(output.metrics.accepted_tokens for output in outputs)
+    return 1.0 + num_accepted / max(1, sum(max(0, output.metrics.rounds - 1) for output in outputs))
+
+
+def _prompts(job: Job) -> list[dict[str, list[int]]]:
+    return [{"prompt_token_ids": token_ids} for token_ids in job.token_ids]
 
 
 def _decode(job: Job, controller: ProfilingController) -> dict[str, str]:
@@ -181,8 +194,7 @@ def _decode(job: Job, controller: ProfilingController) -> dict[str, str]:
     planner = step.planner
     step.planner = DraftPlanner(controller)
     try:
-        prompts = [{"prompt_token_ids": token_ids} for token_ids in job.token_ids]
-        outputs = job.llm.generate(prompts, job.params)
+        outputs = job.llm.generate(_prompts(job), job.params)
     finally:
         step.planner = planner
     return {output.request_id: record.category for output, record in zip(outputs, job.records, strict=True)}

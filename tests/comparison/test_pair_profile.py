@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from specpaged.comparison.pair_profile import PairProfile, ProfilingController, RoundTimes, tokens_per_round
+from specpaged.comparison.job import Job
+from specpaged.comparison.pair_profile import PairProfile, ProfilingController, RoundTimes, _tokens_per_round
 from specpaged.speculation.controller import Candidate
 from specpaged.speculation.cost_model import CostModel
 from specpaged.speculation.pass_seconds import PassSeconds
@@ -12,16 +15,19 @@ from specpaged.speculation.pass_seconds import PassSeconds
 COSTS = CostModel(PassSeconds([1, 2], [1.0, 1.0]))
 
 
-def rounds(per_draft, acceptance, share=1.0, sizes=(1, 8, 64), own=1.0):
+def rounds(per_draft, acceptance, sizes=(1, 8, 64), own=1.0):
     """Of a target whose round takes 10 s, to which each draft adds `per_draft` for each sequence; and `own` of its."""
+    tokens, chance = [1.0], 1.0
+    for rate in acceptance:
+        chance *= rate
+        tokens.append(tokens[-1] + chance)
     seconds = {size: [10.0 + k * (own + per_draft * size) for k in range(len(acceptance) + 1)] for size in sizes}
-    return RoundTimes(seconds, tokens_per_round(acceptance, share))
+    return RoundTimes(seconds, tokens)
 
 
 def test_what_is_expected_is_tokens_over_time():
     assert rounds(0.0, [0.5, 0.5]).speeds(1) == pytest.approx([1.0, 1.5 * 10 / 11, 1.75 * 10 / 12])
     assert rounds(0.0, [0.5, 0.5]).best(1) == 2
-    assert rounds(0.0, [0.5, 0.5], share=0.5).speeds(8)[2] == pytest.approx((1 + 0.5 * 0.75) * 10 / 12)
 
 
 def test_where_drafts_cost_by_sequence_drafting_stops_paying_with_the_batch():
@@ -48,6 +54,18 @@ def test_of_equals_the_shorter_draft_is_the_best():
     found = rounds(0.0, [1.0, 0.0, 0.0], own=0.0)
     assert found.speeds(1)[1] == found.speeds(1)[3]
     assert found.best(1) == 1
+
+
+def test_a_round_brings_its_drafts_and_one_token_more_where_all_of_them_stand(tokenizer_pair):
+    own, most = tokenizer_pair.target, {"max_prompt_tokens": 20, "max_tokens": 61, "max_num_seqs": 2}
+    job = Job.prepare(
+        model=own, draft_model=own, method="draft_model", prompts=None, num_prompts=2, num_speculative_tokens=None,
+        temperature=0.0, seed=None, threads=1, output=None, numerics="exact", **most,
+    )  # fmt: skip
+    job = replace(job, params=[replace(params, ignore_eos=True) for params in job.params])
+    planner = job.llm.engine.speculative_step.planner
+    assert [_tokens_per_round(job, k) for k in (1, 2, 4)] == [2.0, 3.0, 5.0]  # 60 tokens are so many whole rounds
+    assert job.llm.engine.speculative_step.planner is planner
 
 
 def test_outcomes_are_counted_by_place_and_request():
