@@ -27,7 +27,7 @@ def tune(
     max_num_seqs: options.MaxNumSeqs = 32,
     max_model_len: options.MaxModelLen = None,
     kv_cache_memory_bytes: options.KVCacheMemory = None,
-    max_tokens: options.MaxTokens = 48,
+    max_tokens: options.MaxTokens = 128,
     temperature: options.Temperature = 0.0,
     seed: options.Seed = None,
     dtype: options.DType = "auto",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from bisect import bisect_left
 from collections.abc import Callable
@@ -21,8 +22,9 @@ _TIMED_ROUNDS = 8  # of a turn, at least
 class RoundTimer:
     """Times rounds of an engine whose batch goes on unchanged, while K goes from one depth to the next.
 
-    The prompts are cut to their last tokens where outputs would find no room behind them; `params` says how tokens are
-    chosen, and not when an output ends. The engine is to have a drafter, and to be idle, and is left so.
+    The prompts are cut to their last tokens where outputs would find no room behind them. `params` says how tokens are
+    chosen, and by `max_tokens` how long contexts grow: behind that many the batch begins anew, and nothing else ends
+    an output. The engine is to have a drafter, and to be idle, and is left so.
 
     Raises:
         ValueError: max_model_len is too short for the rounds of one turn.
@@ -37,6 +39,7 @@ class RoundTimer:
     ):
         self.engine = engine
         self.params = replace(params, ignore_eos=True, max_tokens=None, min_tokens=0, stop=None, stop_token_ids=None)
+        self.max_tokens = math.inf if params.max_tokens is None else params.max_tokens
         self.clock = clock
         self._next_prompt = 0
         most_rounds = engine.speculative_step.most_rounds
@@ -117,17 +120,19 @@ class RoundTimer:
             engine.add_request(request_id, self.prompts[self._next_prompt % len(self.prompts)], self.params)
             self._next_prompt += 1
             [sequence] = engine.requests[request_id].sequences
-            sequence.max_draft_tokens = 0
+            sequence.max_draft_tokens = 1  # so that the drafter runs the prompts, too
             sequences.append(sequence)
         while not all(sequence.output_token_ids or sequence.has_ended for sequence in sequences):
             engine.step()
+        engine.step()  # the drafter may lie a step behind
         return sequences
 
     def _has_room(self, sequences: SequenceOf[Sequence], depth: int) -> bool:
         most_rounds = self.engine.speculative_step.most_rounds
         num_tokens = _num_calls(most_rounds) * most_rounds * (1 + depth) + MOST_DEPTH + 1
         longest = max((sequence.num_tokens for sequence in sequences), default=self.engine.config.max_model_len)
-        return longest + num_tokens <= self.engine.config.max_model_len
+        num_outputs = max((len(sequence.output_token_ids) for sequence in sequences), default=0)
+        return longest + num_tokens <= self.engine.config.max_model_len and num_outputs < self.max_tokens
 
     def _abort(self) -> None:
         for request_id in list(self.engine.requests):

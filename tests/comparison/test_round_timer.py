@@ -8,6 +8,7 @@ from specpaged import LLM, SamplingParams
 from specpaged.comparison.round_timer import DEPTHS, RoundTimer
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
+ENDLESS = SamplingParams(temperature=0, max_tokens=None)
 PROMPTS = [[1 + (7 * i + j) % 250 for j in range(20 + 5 * i)] for i in range(5)]
 
 
@@ -59,7 +60,7 @@ def llm_of(pair, **arguments):
 def test_known_times_of_rounds_are_found_again(toy_pair, num_seqs, most_rounds, max_model_len):
     llm = llm_of(toy_pair, max_model_len=max_model_len)
     known = KnownTimes(llm.engine, seconds_of)
-    timer = RoundTimer(llm.engine, PROMPTS, GREEDY, known.clock)
+    timer = RoundTimer(llm.engine, PROMPTS, ENDLESS, known.clock)
     found = timer.round_seconds(num_seqs, most_rounds, 500.0)
     exact = {depth: seconds_of(num_seqs, depth) for depth in DEPTHS}
     exact[5], exact[7] = (exact[4] + exact[6]) / 2, (exact[6] + exact[8]) / 2
@@ -73,7 +74,7 @@ def test_known_times_of_rounds_are_found_again(toy_pair, num_seqs, most_rounds, 
 def test_contexts_that_grow_make_no_depth_dearer(toy_pair):
     llm = LLM(toy_pair.target, speculative_config={"model": toy_pair.target}, max_model_len=512)
     known = KnownTimes(llm.engine, lambda num_seqs, depth: 0.0, of_context=1.0)
-    found = RoundTimer(llm.engine, PROMPTS[:1], GREEDY, known.clock).round_seconds(1, 4, 0.0)
+    found = RoundTimer(llm.engine, PROMPTS[:1], ENDLESS, known.clock).round_seconds(1, 4, 0.0)
     assert max(found) - min(found) < 30  # of 380 tokens that a sweep's depths bring
     assert min(found) > 100
 
