@@ -14,7 +14,7 @@ from specpaged.cli.job import prepare
 from specpaged.cli.printing import checked, console, print_json
 
 if TYPE_CHECKING:
-    from specpaged.comparison.pair_profile import PairProfile
+    from specpaged.comparison.pair_profile import PairProfile, RoundTimes
 
 
 def tune(
@@ -27,7 +27,7 @@ def tune(
     max_num_seqs: options.MaxNumSeqs = 32,
     max_model_len: options.MaxModelLen = None,
     kv_cache_memory_bytes: options.KVCacheMemory = None,
-    max_tokens: options.MaxTokens = 48,
+    max_tokens: options.MaxTokens = 128,
     temperature: options.Temperature = 0.0,
     seed: options.Seed = None,
     dtype: options.DType = "auto",
@@ -41,7 +41,7 @@ def tune(
     out: Annotated[Path | None, typer.Option(help="Folder for tune.json and tune.png.")] = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Measure a pair on this machine: costs by rows and depth, acceptance, the best K by batch size, and whether
+    """Measure a pair on this machine: passes by rows, rounds by K, acceptance, the best K by batch size, and whether
     drafting pays at all.
 
     Engines measure and decide by themselves: this says what they will find, and what to ask vLLM for.
@@ -53,13 +53,11 @@ def tune(
     profile = checked(PairProfile.measure, job, lambda line: console.print(f"[dim]{line}[/]"))
     _print_tables(profile)
     config = profile.vllm_config(method, draft_model or job.llm.config.speculative_config.model)
+    console.print(f"here, {_where_it_pays(profile.rounds)}")
+    console.print(f"in vLLM, which runs single rounds, {_where_it_pays(profile.single_rounds)}")
     if config is None:
-        console.print("drafting does not pay here at any batch size: leave --speculative-config out")
+        console.print("leave --speculative-config out")
     else:
-        pays = [size for size in profile.batch_sizes if profile.best(size)]
-        looked_at = ", ".join(map(str, profile.batch_sizes))
-        where = "at each" if len(pays) == len(profile.batch_sizes) else f"at {', '.join(map(str, pays))}"
-        console.print(f"of the batch sizes {looked_at}, drafting pays {where}")
         console.print(f"--speculative-config '{json.dumps(config)}'", highlight=False, markup=False, soft_wrap=True)
     figures = profile.as_dict() | {"speculative_config": config}
     if out is not None:
@@ -68,6 +66,15 @@ def tune(
         console.print(_draw(profile, out / "tune.png"))
     if as_json:
         print_json(figures)
+
+
+def _where_it_pays(rounds: RoundTimes) -> str:
+    sizes = list(rounds.seconds)
+    pays = [size for size in sizes if rounds.best(size)]
+    if not pays:
+        return "drafting does not pay at any batch size"
+    where = "at each" if pays == sizes else f"at {', '.join(map(str, pays))}"
+    return f"of the batch sizes {', '.join(map(str, sizes))}, drafting pays {where}"
 
 
 def _print_tables(profile: PairProfile) -> None:
@@ -91,11 +98,17 @@ def _print_tables(profile: PairProfile) -> None:
     for category, rates in profile.by_category.items() if len(profile.by_category) > 1 else ():
         table.add_row(category, *(f"{p:.2f}" for p in rates))
     console.print(table)
-    table = Table(title="expected speed over plain decoding, by K")
-    for column in ("B", *map(str, range(1, len(profile.acceptance) + 1)), "best K"):
+    for rounds, where in ((profile.rounds, ""), (profile.single_rounds, ", single rounds")):
+        _print_rounds(rounds, where)
+
+
+def _print_rounds(rounds: RoundTimes, where: str) -> None:
+    table = Table(title=f"expected speed over plain decoding{where}, by K", caption="and milliseconds of a plain round")
+    for column in ("B", *map(str, range(1, len(rounds.tokens))), "best K", "plain"):
         table.add_column(column, justify="right")
-    for size, speeds in profile.speedup.items():
-        table.add_row(str(size), *(f"{x:.2f}" for x in speeds[1:]), str(profile.best(size)))
+    for size, seconds in rounds.seconds.items():
+        speeds = [f"{x:.2f}" for x in rounds.speeds(size)[1:]]
+        table.add_row(str(size), *speeds, str(rounds.best(size)), f"{seconds[0] * 1e3:.2f}")
     console.print(table)
 
 
@@ -109,10 +122,11 @@ def _draw(profile: PairProfile, path: Path) -> str:
     import matplotlib.pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    for size, speeds in profile.speedup.items():
-        left.plot(range(len(speeds)), speeds, marker="o", label=f"B = {size}")
+    for i, size in enumerate(profile.rounds.seconds):
+        left.plot(profile.rounds.speeds(size), color=f"C{i}", marker="o", label=f"B = {size}")
+        left.plot(profile.single_rounds.speeds(size), color=f"C{i}", linestyle=":", linewidth=1)
     left.axhline(1.0, color="grey", linestyle="--")
-    left.set_xlabel("K")
+    left.set_xlabel("K (dotted: single rounds, as in vLLM)")
     left.set_ylabel("expected speed over plain decoding")
     left.legend(fontsize=8)
     right.plot(range(1, len(profile.acceptance) + 1), profile.acceptance, marker="o", color="black", label="all")

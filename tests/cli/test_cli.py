@@ -454,12 +454,14 @@ def test_the_demo_runs_with_the_defaults_of_the_command_line():
 
 def test_tune_says_what_drafting_is_worth_and_ends_in_the_line_for_vllm(specpaged, prompts, tmp_path, monkeypatch):
     monkeypatch.setattr("specpaged.comparison.pair_profile.PROBE_SECONDS", 0.2)
+    monkeypatch.setattr("specpaged.comparison.pair_profile.ROUND_SECONDS", 0.2)
     arguments = ("--prompts", prompts, "--max-num-seqs", 4, "--out", tmp_path, "--json", *SHORT)
     result = specpaged("tune", *arguments)
     assert result.exit_code == 0, result.stderr
     figures = json.loads(result.stdout.splitlines()[-1])
     assert list(figures["speedup"]) == ["1", "2", "4"]
-    assert all(speeds[0] == 1.0 and len(speeds) == 9 for speeds in figures["speedup"].values())
+    for rounds in (figures, figures["single_rounds"]):
+        assert all(speeds[0] == 1.0 and len(speeds) == 9 for speeds in rounds["speedup"].values())
     assert figures["acceptance_by_category"] == {"toy": figures["acceptance_by_position"]}
     assert json.loads((tmp_path / "tune.json").read_text()).items() <= figures.items()
     if figures["speculative_config"] is None:
