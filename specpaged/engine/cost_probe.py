@@ -34,6 +34,7 @@ from specpaged.speculation.cost_model import CostModel
 from specpaged.speculation.pass_seconds import PassSeconds
 from specpaged.speculation.tetris import TetrisController
 from specpaged_kernels import limits
+from specpaged_kernels.cpu import library
 from specpaged_kernels.cpu.build import cache_folder
 
 logger = logging.getLogger("specpaged")
@@ -51,7 +52,7 @@ _OF_SEQUENCES = {"seconds_per_drafting": _DRAFTING_SECONDS, "seconds_per_sequenc
 # slowly that weights are read again and again: so many passes, or such a time, go before the ones that are timed.
 _FITS, _WARMING, _WARMING_SECONDS = 32, 8, 4e-3
 _BYTES_PER_SECOND = 1e10  # of weights, where nothing can be measured
-_VERSION = 23  # of what is kept
+_VERSION = 24  # of what is kept
 
 
 def get_planner(
@@ -204,6 +205,8 @@ def _path(target: ModelRunner, draft: ModelRunner | None, most_rows: int) -> Pat
     device = target.model.device
     facts: list[object] = [_VERSION, most_rows, torch.__version__, torch.get_num_threads(), os.cpu_count()]
     facts.append(torch.cuda.get_device_name(device) if device.type == "cuda" else _processor())
+    if "cpp" in (target.model.backend, draft and draft.model.backend):
+        facts.append(library.build_name())
     for runner in (target, draft):
         if runner is not None:
             model = runner.model

@@ -75,6 +75,16 @@ def test_other_rows_or_threads_are_kept_beside(pair, tmp_path, monkeypatch):
     assert len(list(tmp_path.glob("costs-*.json"))) == 2
 
 
+def test_costs_of_another_build_of_the_kernels_are_not_taken(toy_pair, tmp_path, monkeypatch):
+    monkeypatch.setenv("SPECPAGED_CACHE", str(tmp_path))
+    monkeypatch.setattr(cost_probe, "BUDGET", 0.05)
+    engine = make_llm(toy_pair, max_model_len=64, attention_backend="cpp").engine
+    for name in ("library-1.so", "library-1.so", "library-2.so"):
+        monkeypatch.setattr(cost_probe.library, "build_name", lambda name=name: name)
+        measured_costs(engine.target, engine.draft, 20)
+    assert len(list(tmp_path.glob("costs-*.json"))) == 2
+
+
 def test_nowhere_to_keep_it_is_no_reason_not_to_start(pair, tmp_path, monkeypatch, caplog):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SPECPAGED_CACHE", str(tmp_path / "file"))

@@ -26,6 +26,11 @@ _OUT_OF_MEMORY = len(_OUTSIDE)
 POINTER, SIZE, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 
 
+def build_name() -> str:
+    """Names this build of the kernels, by their sources and flags: what passes take is of one. Raises BuildError."""
+    return Path(load(SOURCE)._name).name
+
+
 @functools.cache
 def why_not(dtype: torch.dtype) -> str | None:
     """Why the kernels cannot run here in this dtype; None if they can."""
