@@ -42,6 +42,23 @@ struct Eights {
     explicit Eights(Vector x) { std::memcpy(eights, &x, sizeof x); }
 };
 
+// Keys of the current chunk.
+struct Keys {
+    int from, to;  // of which none is read where these are equal
+};
+
+// Those that all of some rows read.
+template <int ROWS>
+Keys common_keys(Row* const (&rows)[ROWS]) {
+    Keys keys{0, CHUNK};
+    for (const Row* row : rows) {
+        keys.from = std::max(keys.from, row->from);
+        keys.to = std::min(keys.to, row->to);
+    }
+    keys.to = std::max(keys.from, keys.to);
+    return keys;
+}
+
 // How products of queries and keys become scores.
 struct Scores {
     float scaling, softcap;  // softcap 0: none

@@ -153,12 +153,7 @@ void add_packed_values(Row* const (&rows)[ROWS], const PackedChunk& chunk, int f
 template <int ROWS>
 void attend_packed(Row* const (&rows)[ROWS], const PackedChunk& chunk, const Scores& scores) {
     weigh_packed(rows, chunk, scores);
-    int from = 0, to = CHUNK;
-    for (int r = 0; r < ROWS; ++r) {
-        from = std::max(from, rows[r]->from);
-        to = std::min(to, rows[r]->to);
-    }
-    to = std::max(from, to);
+    const auto [from, to] = common_keys(rows);
     for (int r = 0; r < ROWS; ++r)
         add_packed_values<1>({rows[r]}, chunk, rows[r]->from, std::min(from, rows[r]->to));
     add_packed_values(rows, chunk, from, to);

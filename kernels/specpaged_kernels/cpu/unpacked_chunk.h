@@ -126,12 +126,7 @@ void add_values(Row* const (&rows)[ROWS], const T* const* values, Ahead<T>* ahea
 // The values of all keys that rows read: each row adds them in order; those that all read, together.
 template <int ROWS, typename T>
 void add_all_values(Row* const (&rows)[ROWS], const T* const* values, Ahead<T>* ahead, int head_dim) {
-    int from = 0, to = CHUNK;
-    for (int r = 0; r < ROWS; ++r) {
-        from = std::max(from, rows[r]->from);
-        to = std::min(to, rows[r]->to);
-    }
-    to = std::max(from, to);
+    const auto [from, to] = common_keys(rows);
     for (int r = 0; r < ROWS; ++r)
         add_values<1>({rows[r]}, values, ahead, rows[r]->from, std::min(from, rows[r]->to), head_dim);
     add_values<ROWS>(rows, values, ahead, from, to, head_dim);
