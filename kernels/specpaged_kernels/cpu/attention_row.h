@@ -10,6 +10,7 @@
 namespace {
 
 constexpr int CHUNK = 64;
+
 template <typename Vector>
 inline Vector loaded(const float* from) {
     Vector x;

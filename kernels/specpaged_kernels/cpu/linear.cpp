@@ -31,7 +31,7 @@ namespace {
 constexpr int PANEL = 16, EACH = PANEL / WIDE;  // outputs, and their vectors
 constexpr int BLOCK = 256;     // of K: its weights, and the rows' values, stay in the nearest cache
 constexpr int MOST_ROWS = 96;  // whose sums wait side by side
-constexpr int LEAST_CONVERTED = 10;  // tiles
+constexpr int LEAST_CONVERTED = 10;  // tiles for which float16 weights are converted once, and not in each of them
 constexpr int AHEAD = 64;      // columns that a single tile fetches in advance: the hardware stops at a page's end
 // Sums, weights and an input fill the vector registers: 32 of sixteen lanes, 16 of eight.
 constexpr int TILE_ROWS = WIDE == PANEL ? 12 : 6;
