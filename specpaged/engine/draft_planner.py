@@ -57,8 +57,12 @@ class DraftPlanner:
     def plan(self, sequences: SequenceOf[Sequence], num_rounds: int = 1) -> Plan:
         """How much to draft for each of the sequences, which go on from so many rounds, and at whose to look back."""
         self._age += num_rounds
+        self._drafted_in_rounds(num_rounds - 1)
         if self._age < self._good_for and (sequences == self._sequences or self._goes_on_with(sequences)):
             return self._plan_again
+        return self.clock.leave_out(self._plan_anew, sequences, num_rounds)
+
+    def _plan_anew(self, sequences: SequenceOf[Sequence], num_rounds: int) -> Plan:
         self._tell_outcomes()
         candidates = [
             Candidate(
@@ -100,7 +104,11 @@ class DraftPlanner:
     def went_on(self, num_rounds: int) -> None:
         """So many rounds have been run, and the drafts behind them made, as `rounds` has said."""
         self._age += num_rounds
-        if any(self._plan.num_draft_tokens):
+        self._drafted_in_rounds(num_rounds)
+
+    def _drafted_in_rounds(self, num_rounds: int) -> None:
+        """Behind so many rounds, drafts, if any, were made in the same call."""
+        if num_rounds and any(self._plan.num_draft_tokens):
             self._own_proposals *= (1.0 - _NEWEST) ** num_rounds
 
     def expect_calls(self, most_rounds: int, drafts_in_rounds: bool) -> None:
@@ -124,6 +132,9 @@ class DraftPlanner:
         self._own_proposals += _NEWEST * (1.0 - self._own_proposals)
         if OFTEN < self.clock.num_steps < self._looked_next and not self._selects:
             return list(drafts)
+        return self.clock.leave_out(self._select, sequences, drafts)
+
+    def _select(self, sequences: SequenceOf[Sequence], drafts: SequenceOf[Draft]) -> list[Draft]:
         self._looked_next = self.clock.num_steps + self.clock.every(_LOOKING, _LOOKS_SELDOM)
         proposals = self._proposals = dict(zip(sequences, drafts, strict=True))
         self._selects = ask(self.controller.selects, otherwise=False)

@@ -51,10 +51,11 @@ def run_rounds(step: SpeculativeStep, entries: SequenceOf[ScheduledSequence]) ->
     num_rounds, wanted, stop_rule, goes_on = step.most_rounds, None, None, drafter is not None
     if planner is not None:
         num_rounds, wanted, stop_rule, goes_on = planner.rounds(sequences)
-    if num_rounds < 2 and not (goes_on and (wanted is None or any(wanted))):
+    may_draft = drafter is not None and (wanted is None or any(wanted))
+    if num_rounds < 2 and not (goes_on and may_draft):
         return None
-    in_rounds = None if drafter is None else drafter.in_rounds
-    if drafter is not None and in_rounds is None and (wanted is None or any(wanted)):
+    in_rounds = drafter.in_rounds if may_draft else None
+    if may_draft and in_rounds is None:
         return None
     reserved = step.reserve_rounds(sequences, num_rounds + goes_on, wanted)
     looks_up = isinstance(in_rounds, Lookup)
@@ -119,7 +120,7 @@ def commit_rounds(step: SpeculativeStep, scored: ScoredStep) -> None:
     metrics.peak_unverified_kv_tokens = max(metrics.peak_unverified_kv_tokens, *unverified)
     metrics.proposed_tokens += sum(rounds.num_drafted)  # those of the first round have been counted
     fared = _Fared([], [], [])
-    if step.planner is not None and step.planner.looks_at_rounds:
+    if rounds.drafts and step.planner is not None and step.planner.looks_at_rounds:
         _tell_outcomes(step, scored)
     for i, entry in enumerate(scored.entries):
         _emit(step, entry.sequence, rounds, i, fared)
@@ -149,12 +150,11 @@ def _tell_outcomes(step: SpeculativeStep, scored: ScoredStep) -> None:
     """Of the drafts that were made within these rounds: what is known of them has come along."""
     looks_up = isinstance(step.drafter.in_rounds, Lookup)
     for of_round in scored.rounds.rounds[1:]:
-        for entry, *of_sequence in zip(
-            scored.entries, of_round.drafts, of_round.evidence, of_round.token_ids, strict=True
+        for entry, drafts, left_out, evidence, token_ids in zip(
+            scored.entries, of_round.drafts, of_round.left_out, of_round.evidence, of_round.token_ids, strict=True
         ):
-            drafts, evidence, token_ids = of_sequence
-            if drafts:
-                step.planner.told(entry.sequence, _draft(drafts, evidence, looks_up), token_ids)
+            if evidence:
+                step.planner.told(entry.sequence, _draft(drafts + left_out, evidence, looks_up), token_ids)
 
 
 def _draft(token_ids: list[int], evidence: list[float], looks_up: bool) -> Draft:

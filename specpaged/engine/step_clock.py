@@ -29,7 +29,8 @@ class StepClock:
     """Times the steps of which a controller hears.
 
     Those with a prefill tell nothing: their passes are of another kind. To listen takes time; all of the first steps
-    are heard, and then as many as a share of the time allows, of longer ones more.
+    are heard, and then as many as a share of the time allows, of longer ones more. That time is no part of what they
+    take, nor is any other that deciding has: of both, steps that are heard have more than their share.
     """
 
     def __init__(self, controller: Controller):
@@ -47,6 +48,7 @@ class StepClock:
         self._drafts = False  # whether the step does, in its rounds or behind them
         self._proposal_seconds = 0.0
         self._pass_seconds = 0.0  # of the target's, and of all between them
+        self._left_out = 0.0  # seconds since they ended
 
     def begin(self, is_trial: bool = False, age: int = 0) -> None:
         """The target's pass begins, and the step before has ended; so many steps followed the same plan before."""
@@ -71,12 +73,15 @@ class StepClock:
             self._mean_context = sum(entry.context_len for entry in entries) / len(entries)
             num_rows = len(entries) + sum(len(entry.draft) for entry in entries)
             ask(self.controller.observe_target, self._shape(num_rows), seconds)
+            self._began = time.perf_counter() - seconds
+            self._left_out = 0.0
 
     def ran(self, entries: SequenceOf[ScheduledSequence], found: Rounds) -> None:
         """Several rounds have ended, in place of `scored`. The last one is heard, and of a trial all but the first."""
+        seconds = time.perf_counter() - self._began
         rounds = found.rounds
         self._tells_rest = True
-        self._hears_next(time.perf_counter() - self._began)
+        self._hears_next(seconds)
         self._num_seqs, self._num_rounds = len(entries), len(rounds)
         self._passes, self._drafts, self._proposal_seconds = [], found.drafts, 0.0
         self._pass_seconds = sum(of_round.verify_seconds for of_round in rounds) + found.draft_seconds
@@ -87,6 +92,17 @@ class StepClock:
                 num_rows = len(entries) + sum(map(len, of_round.drafts))
                 ask(self.controller.observe_target, self._shape(num_rows), of_round.verify_seconds)
             num_tokens += sum(map(len, of_round.token_ids))
+        self._began = time.perf_counter() - seconds
+        self._left_out = 0.0
+
+    def leave_out(self, decide: Callable[..., Any], *arguments: Any) -> Any:
+        """What is decided. How long that takes is no part of the step."""
+        start = time.perf_counter()
+        decided = decide(*arguments)
+        seconds = time.perf_counter() - start
+        self._began += seconds
+        self._left_out += seconds
+        return decided
 
     def proposed(self, rows: SequenceOf[DraftRow], drafts: SequenceOf[Draft]) -> None:
         """A proposal over these rows came to these drafts."""
@@ -95,8 +111,8 @@ class StepClock:
         self._passes += self._later(num_drafted)
 
     def proposed_for(self, seconds: float) -> None:
-        """So long it took to propose, or not to."""
-        self._proposal_seconds = seconds
+        """So long it took to propose, or not to; what was left out since the target's pass is part of that."""
+        self._proposal_seconds = seconds - self._left_out
 
     def _shape(self, num_rows: int) -> PassShape:
         return PassShape(num_rows, self._num_seqs, self._mean_context)

@@ -25,9 +25,10 @@ class Round(NamedTuple):
     """What a round comes to, by sequence: the drafts that it verified, and the tokens that stand."""
 
     drafts: list[list[int]]
-    evidence: list[list[float]]  # of drafts made in the same call: log-probabilities, or how long a match each had
+    left_out: list[list[int]]  # of drafts that were made in the same call, the first one that a rule has, if any
+    evidence: list[list[float]]  # of both, if made in the same call: log-probabilities, or how long a match each had
     token_ids: list[list[int]]  # the drafts that stand, and the token behind them
-    num_drafted: int  # in the same call, of all sequences: what a rule has left out is no draft above
+    num_drafted: int  # in the same call, of all sequences: with all that a rule has left out
     verify_seconds: float  # of the target's pass
     draft_seconds: float  # of all that made its drafts, in the same call
 
@@ -49,13 +50,15 @@ class Rounds:
         self.num_rounds = num_rounds
         waiting, drafted = 1 + 2 * num_seqs, 1 + 3 * num_seqs
         had = drafted + num_rounds + 1
-        got = had + num_seqs * num_rounds
+        missed = had + num_seqs * num_rounds
+        got = missed + num_seqs * num_rounds
         start = got + num_seqs * num_rounds
         self.drafts_wait = bool(found[0])
         self.draft_context_lens = found[1 + num_seqs : waiting]  # that the draft model has run, of those that wait too
         self.num_waiting = found[waiting:drafted]
         *self.num_drafted, self.num_drafted_ahead = found[drafted:had]  # in front of each round, and behind the last
-        self.num_drafts = found[had:got]
+        self.num_drafts = found[had:missed]
+        self.num_left_out = found[missed:got]
         self.num_tokens = found[got:start]
         self.token_ids = []
         for num_tokens in found[1 : 1 + num_seqs]:
@@ -86,7 +89,7 @@ class Rounds:
 
     def waiting(self) -> list[tuple[list[int], list[float]]]:
         """The drafts of each sequence that wait, and what is known of them, as `Round.evidence` has it."""
-        first, start = sum(self.num_drafts), 0
+        first, start = sum(self.num_drafts) + sum(self.num_left_out), 0
         drafts, evidence = self._drafts[first:], self._evidence[first : len(self._drafts)].tolist()
         waiting = []
         for count in self.num_waiting:
@@ -97,15 +100,17 @@ class Rounds:
     @cached_property
     def rounds(self) -> list[Round]:
         """Round by round, for whoever looks at single ones."""
-        rounds = [Round([], [], [], made, *self.seconds[2 * i : 2 * i + 2]) for i, made in enumerate(self.num_drafted)]
-        drafts_end, counts = 0, zip(self.num_drafts, self.num_tokens, strict=True)
+        seconds = self.seconds
+        rounds = [Round([], [], [], [], made, *seconds[2 * i : 2 * i + 2]) for i, made in enumerate(self.num_drafted)]
+        end, counts = 0, zip(self.num_drafts, self.num_left_out, self.num_tokens, strict=True)
         for token_ids in self.token_ids:
             tokens_end = 0
-            for of_round, (num_drafts, num_tokens) in zip(rounds, counts, strict=False):
-                drafts_start, drafts_end = drafts_end, drafts_end + num_drafts
+            for of_round, (num_drafts, num_left_out, num_tokens) in zip(rounds, counts, strict=False):
+                start, middle, end = end, end + num_drafts, end + num_drafts + num_left_out
                 tokens_start, tokens_end = tokens_end, tokens_end + num_tokens
-                of_round.drafts.append(self._drafts[drafts_start:drafts_end])
-                of_round.evidence.append(self._evidence[drafts_start:drafts_end].tolist())
+                of_round.drafts.append(self._drafts[start:middle])
+                of_round.left_out.append(self._drafts[middle:end])
+                of_round.evidence.append(self._evidence[start:end].tolist())
                 of_round.token_ids.append(token_ids[tokens_start:tokens_end])
         return rounds
 

@@ -16,6 +16,7 @@ _LEARNING_RATES = (0.05, 0.01)  # at first, and once something is known
 _PLACE_RATE = 0.03
 _SHARE_RATE = 0.02
 _SPREAD_RATE = 0.02
+_HOPE = 1.0  # in logits, of a request of which nothing is known, nor of any other
 _MOST_LOGIT = 6.0  # certainty is never believed
 
 
@@ -47,7 +48,7 @@ class AcceptanceModel:
         self.by_place = [0.0] * MOST_POSITIONS  # in logits, beside the average
         self.share = 0.5  # of the way from the average of all requests to the one's own, in logits
         self.variance = 0.0  # of logit p around what was expected of the request
-        self.num_seen = 6.0
+        self.num_seen = self._num_guessed = 6.0
         self.num_accepted = self.num_seen * prior
         self.lead_variance = 1.0  # of requests' leads
         self.num_outcomes = 0
@@ -75,6 +76,11 @@ class AcceptanceModel:
     def hopeful_logit(self) -> float:
         """Of a draft of one request among twenty, those whose drafts stand most."""
         return self._mean_logit + 2.0 * self.share * math.sqrt(self.lead_variance)
+
+    def hope(self, request: RequestAcceptance) -> float:
+        """How far above that it may lie, in logits: as long as little is known, drafting is how to find out."""
+        of_all, of_request = self._num_guessed / self.num_seen, _PRIOR_DRAFTS / (_PRIOR_DRAFTS + request.num_seen)
+        return _HOPE * of_all * of_request
 
     def expected(self, request: RequestAcceptance) -> float:
         """The probability that a request's next draft stands, whatever and wherever it will be."""

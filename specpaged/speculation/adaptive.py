@@ -34,7 +34,6 @@ _TO_BEGIN, _TO_GO_ON = 0.04, 0.015
 _DOUBT_TO_BEGIN, _DOUBT_TO_GO_ON = 1 / 3, 1 / 6  # standard deviations
 _EARLY = 0.4  # divided by the square root of the number of outcomes
 _REPAID_WITHIN = 128, 0.5  # tokens, and of those that may come, which are the most that will
-_DEAR = 0.08  # of a plain step: a pass of the drafter that is worth stopping for
 _TOLD_APART = 0.6  # in logits: of less spread, evidence says too little to stop a proposal by
 
 
@@ -106,7 +105,7 @@ class AdaptiveController(MeasuringController):
             return Plan(tried, num_steps=TRIAL_STEPS, is_trial=True, tries_rows=not self._is_drafting)
         stop_rule, without_rule = None, counts
         if self._is_drafting and self.by_evidence and self.stops:
-            may_stop = self._may_stop(len(candidates))
+            may_stop = self.acceptance.spread > _TOLD_APART
             if may_stop or self.selecting.pays:
                 stop_rule = self._stop_rule(candidates, counts, rate)
             if may_stop:
@@ -258,19 +257,15 @@ class AdaptiveController(MeasuringController):
         return [c.lag <= max(_NEAR, repaid * num) for c, num in zip(candidates, num_left, strict=True)]
 
     def _logits(self, candidates: Sequence[Candidate]) -> list[float]:
-        """What is expected of the drafts of each; rounded, so that requests are alike."""
-        return [round(self.acceptance.expected_logit(self._request(c.sequence)), 1) for c in candidates]
+        """What is expected of the drafts of each, and hoped; rounded, so that requests are alike."""
+        requests, model = [self._request(c.sequence) for c in candidates], self.acceptance
+        return [round(model.expected_logit(request) + model.hope(request), 1) for request in requests]
 
     def _chances(self, candidates: Sequence[Candidate], logits: Sequence[float]) -> list[Sequence[float]]:
         """Of the drafts of each that are still to be made, with these logits; those of like requests are made once."""
         most = max(c.most for c in candidates)
         known = {logit: self.acceptance.chances(logit, most) for logit in set(logits)}
         return [known[logit][: c.most] for c, logit in zip(candidates, logits, strict=True)]
-
-    def _may_stop(self, batch_size: int) -> bool:
-        """Whether passes are dear enough, and evidence says enough, to lay out more of them than will be run."""
-        times = self._times.of(batch_size, 0)
-        return self.acceptance.spread > _TOLD_APART and times.later[batch_size] > _DEAR * times.plain
 
     def _deeper(self, candidates: Sequence[Candidate], counts: Sequence[int]) -> list[int]:
         """As deep as would pay if evidence turns out well; the stop rule sees to it when it does not."""

@@ -6,11 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from specpaged.drafting.draft import NO_DRAFT
+from specpaged.drafting.draft import NO_DRAFT, Draft
 from specpaged.engine import step_clock
 from specpaged.engine.draft_planner import DraftPlanner
 from specpaged.modeling.rounds import Round
 from specpaged.speculation.controller import Plan
+from specpaged.speculation.cost_model import CostModel
+from specpaged.speculation.pass_seconds import PassSeconds
 from specpaged.speculation.stop_rule import StopRule
 
 
@@ -152,9 +154,66 @@ def test_of_a_trial_in_one_call_all_rounds_are_heard_but_the_first():
     planner.begin()
     assert planner.clock.tells
     entries = [SimpleNamespace(context_len=10), SimpleNamespace(context_len=20)]
-    rounds = [Round([[], []], [[], []], [[5], [6]], 0, seconds, 0.0) for seconds in (9.0, 2.0, 3.0, 4.0)]
+    rounds = [Round([[], []], [[], []], [[], []], [[5], [6]], 0, seconds, 0.0) for seconds in (9.0, 2.0, 3.0, 4.0)]
     planner.clock.ran(entries, SimpleNamespace(rounds=rounds, drafts=False, draft_seconds=0.0))
     assert listener.heard == [((2, 2, 16.0), 2.0), ((2, 2, 17.0), 3.0), ((2, 2, 18.0), 4.0)]
+
+
+def test_what_deciding_takes_is_no_part_of_what_is_heard(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(step_clock, "time", SimpleNamespace(perf_counter=lambda: now))
+
+    def take(seconds, answer=None):
+        nonlocal now
+        now += seconds
+        return answer
+
+    proposals, steps = [], []
+    controller = SimpleNamespace(
+        observe_target=lambda shape, seconds: take(100.0),
+        observe_proposal=lambda passes, seconds, num_seqs, rest, num_rounds: proposals.append((seconds, rest)),
+        observe_rest=lambda seconds, num_seqs, num_rounds: steps.append(seconds),
+        plan=lambda candidates, num_steps: take(10.0, Plan([])),
+        selects=lambda: take(30.0, True),
+        select=lambda sequences, evidence: take(50.0, []),
+    )
+    planner = DraftPlanner(controller)
+    entries = [SimpleNamespace(num_new_tokens=1, draft=NO_DRAFT, context_len=10)]
+    drafts = Draft([5], [-0.1])
+    row = SimpleNamespace(num_draft_tokens=1, token_ids=[4], request_idx=0)
+    for proposes in (True, False, False):
+        planner.begin()
+        take(2.0)
+        planner.clock.scored(entries)
+        start = take(0.25, now)
+        planner.plan([])
+        if proposes:
+            planner.clock.proposed([row], [drafts])
+            planner.select([], [])
+            take(1.0)
+        planner.clock.proposed_for(now - start - 0.25)
+        take(0.5)
+    assert proposals == [(1.0, 0.75)]
+    assert steps == [0.75]
+
+
+def test_of_rounds_that_draft_those_with_a_proposal_of_their_own_are_counted():
+    """One in four, where a call makes the drafts of its further rounds; of 16, where those behind it are made, too."""
+    for num_calls, share in ((1, 1 / 4), (4, 1 / 16)):
+        planner = DraftPlanner(Listener())
+        planner.expect_calls(4, drafts_in_rounds=True)
+        planner.controller.costs = CostModel(PassSeconds([1, 2], [1.0, 2.0]))
+        planner.controller.selects_by_rule = True
+        planner.controller.plan = lambda candidates, num_steps: Plan([2], num_steps=1)
+        planner.controller.selects = lambda: False
+        member = Member()
+        member.sampling_request = SimpleNamespace(takes_argmax=True, params=SimpleNamespace(logprobs=None))
+        for _ in range(300):
+            for _ in range(num_calls - 1):
+                planner.went_on(4)
+            planner.plan([member], 4)
+            planner.select([], [])
+        assert planner.costs.proposals_per_round == pytest.approx(share, rel=0.3)
 
 
 def trials():

@@ -224,7 +224,7 @@ def test_a_lookup_in_rounds_finds_what_the_drafter_does(toy_pair, row_tokens):
             if rule is not None:
                 token_ids = token_ids[: rule.num_worth(evidence_of(Draft(token_ids, num_matched=num_matched)), 0)]
             assert of_round.drafts[0] == token_ids
-            assert of_round.evidence[0] == [num_matched] * len(token_ids)
+            assert of_round.evidence[0] == [num_matched] * len(token_ids + of_round.left_out[0])
             num_kept += len(token_ids)
         known = [*known, *of_round.token_ids[0]]
     assert num_found
@@ -251,7 +251,9 @@ def test_a_rule_leaves_out_drafts_that_are_not_worth_their_rows(toy_pair):
         for row, i in enumerate((0, 2)):
             num_kept.append(rule.num_worth(evidence_of(Draft(without.drafts[i], without.evidence[i])), row))
             assert found.drafts[i] == without.drafts[i][: num_kept[-1]]
-        assert found.drafts[1] == []
+            assert found.left_out[i] == without.drafts[i][num_kept[-1] :][:1]  # the first one alone
+            assert found.evidence[i] == without.evidence[i][: num_kept[-1] + 1]
+        assert found.drafts[1] == found.left_out[1] == []
         assert found.num_drafted == without.num_drafted == 8
     assert 0 in num_kept
     assert max(num_kept) >= 3

@@ -37,6 +37,19 @@ def test_chances_fall_along_a_draft_and_none_is_left_behind_nan():
     assert all(map(math.isfinite, [model.slope, model.spread, *model.intercepts]))
 
 
+def test_the_less_is_hoped_of_a_request_the_more_is_known_of_it_or_of_all():
+    model, request = AcceptanceModel(), RequestAcceptance()
+    hopes = [model.hope(request)]
+    for _ in range(3):
+        model.observe(request, 1, 0)
+        hopes.append(model.hope(request))
+    assert hopes == sorted(hopes, reverse=True)
+    assert len(set(hopes)) == 4
+    for _ in range(40):
+        model.observe(RequestAcceptance(), 3, 1)
+    assert 0 < model.hope(RequestAcceptance()) < 0.2 * hopes[0]
+
+
 @pytest.mark.parametrize("power", [0.5, 1.0, 2.0])
 def test_it_is_calibrated_whatever_the_drafter_believes(power):
     """A drafter that is too sure of itself, or not sure enough: of drafts that are given 70 %, 70 % stand."""

@@ -12,7 +12,7 @@ from specpaged.speculation.cost_model import CostModel
 from specpaged.speculation.looks import _COLD, Looks
 from specpaged.speculation.pass_seconds import PassSeconds
 from specpaged.speculation.stop_rule import StopRule
-from tests.speculation.simulation import NODES, PLAIN_SECONDS, Fixed, Simulation, costs, noisy
+from tests.speculation.simulation import NODES, PLAIN_SECONDS, Fixed, Simulation, costs, knowing, noisy
 
 STEPS = 600
 
@@ -87,11 +87,27 @@ def test_rows_that_were_probed_as_too_dear_are_found_out_though_nobody_drafts(nu
     probed = costs(0.05)
     probed.target.seconds = [s * (1 + 0.06 * n) for n, s in zip(NODES, probed.target.seconds, strict=True)]
     simulation = simulate(0.05, lambda i, n: 0.8, num_seqs)
-    simulation.controller = AdaptiveController(probed)
+    simulation.controller = knowing(AdaptiveController(probed))
     simulation.tokens_per_second(600)
     assert 0 < simulation.trying <= 0.004 * simulation.seconds + 4 * PLAIN_SECONDS
     fixed = [of_fixed(k, 0.05, lambda i, n: 0.8, num_seqs) for k in (0, 1, 2, 3, 5, 8)]
     assert simulation.tokens_per_second(400) >= 0.93 * max(fixed)
+
+
+@pytest.mark.parametrize(("acceptance", "pays"), [(0.3, False), (0.9, True)])
+def test_whether_unknown_drafts_pay_is_found_out_by_drafting(acceptance, pays):
+    """Of rows that take half a plain step each: drafts such as are expected do not pay, better ones would."""
+    known = costs(0.05)
+    known.target.seconds = [PLAIN_SECONDS * (1 + 0.5 * (n - 1)) for n in NODES]
+    simulation = simulate(0.05, lambda i, n: acceptance, 1)
+    simulation.controller, simulation.truth = AdaptiveController(known), known
+    speed = simulation.tokens_per_second(60)
+    assert simulation.num_draft_tokens > 0
+    plain = 1.0 / (PLAIN_SECONDS + known.seconds_per_step)
+    assert speed > (1.1 if pays else 0.9) * plain
+    drafted = simulation.num_draft_tokens
+    simulation.tokens_per_second(60)
+    assert (simulation.num_draft_tokens > drafted) == pays
 
 
 def test_where_no_draft_could_pay_nothing_is_looked_at():
@@ -117,7 +133,7 @@ def test_who_comes_catches_up_if_its_own_tokens_repay_that_whatever_the_others_g
 
     Of the tokens that may come, half are counted on.
     """
-    controller = AdaptiveController(costs(0.05))
+    controller = knowing(AdaptiveController(costs(0.05)))
     running = [Candidate(i, 8, num_left=100) for i in range(7)]
     newcomer = Candidate(7, 8, lag=300, num_left=num_left)
     counts = controller.plan([*running, newcomer], 1).num_draft_tokens

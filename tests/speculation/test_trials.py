@@ -5,7 +5,7 @@ from __future__ import annotations
 from specpaged.speculation.adaptive import AdaptiveController
 from specpaged.speculation.controller import Candidate
 from specpaged.speculation.trials import TRIAL_STEPS, Trials
-from tests.speculation.simulation import costs
+from tests.speculation.simulation import costs, knowing
 
 
 def test_where_drafting_gains_little_plain_steps_and_half_as_many_drafts_are_tried_by_turns_and_ever_less_often():
@@ -26,7 +26,7 @@ def test_who_gains_by_drafting_beyond_doubt_tries_nothing_else():
 
 
 def test_a_controller_that_drafts_by_a_narrow_margin_has_its_trials():
-    controller = AdaptiveController(costs(0.15))
+    controller = knowing(AdaptiveController(costs(0.15)))
     plans = [controller.plan([Candidate(i, 8) for i in range(6)], 1) for _ in range(60)]
     assert any(plans[0].num_draft_tokens)
     trials = [plan for plan in plans if plan.is_trial]
@@ -37,7 +37,7 @@ def test_a_controller_that_drafts_by_a_narrow_margin_has_its_trials():
 def test_a_gain_that_is_in_doubt_is_not_taken():
     """Of eight sequences, whose drafts would gain some 4 %, if passes take what they are thought to."""
     for in_doubt in (True, False):
-        controller = AdaptiveController(costs(0.15))
+        controller = knowing(AdaptiveController(costs(0.15)))
         if not in_doubt:
             errors = controller.costs.errors
             errors._covariance = [[0.0] * len(row) for row in errors._covariance]

@@ -2,7 +2,8 @@
 // which describes the sequences in ints. A round runs the target over each one's last known token and its drafts, and
 // keeps the drafts that are the target's own tokens, with the token that follows them. In front of every round but the
 // first, whose drafts the host brings, a draft model drafts for those that want drafts, or a lookup in their own tokens.
-// With a rule, those that are not worth verifying are left out.
+// With a rule, those that are not worth verifying are left out; of the first one of these it is told what it was, as
+// whether it would have stood is known where all before it do.
 // Two sequences, of which the first wants two:
 //
 //              known   drafts    the target finds    it keeps
@@ -61,15 +62,17 @@ struct Decoding {
     int64_t num_stop_ids, num_blocks;
 
     std::vector<int64_t> known, drafts;
-    std::vector<float> evidence;  // of each draft, if they were made here
+    std::vector<float> evidence;  // of each draft, if they were made here, and of the one that was left out
+    std::vector<int64_t> left_out;  // the first draft that was, if any
     const int64_t *stop_ids, *blocks;
     int64_t num_drafted = 0;  // of which the drafts are what is left
     int64_t rule_row = -1;    // its own in the rule, if it has one
     bool has_ended = false;  // no more may come, or a stop id has
 
-    // Of each round so far: drafts that were made for it, those that it had, tokens that it got. And all that it had.
-    std::vector<int64_t> made, had, got, verified;
-    std::vector<float> evidence_of_verified;
+    // Of each round so far: drafts that were made for it, those that it had, and of what it had not, tokens that it got.
+    // And all these drafts.
+    std::vector<int64_t> made, had, missed, got, told;
+    std::vector<float> evidence_of_told;
 
     int64_t num_tokens() const { return start + int64_t(known.size()); }
     int64_t num_new() const { return int64_t(known.size()) - num_known; }
@@ -159,8 +162,9 @@ public:
             s.num_drafted = int64_t(s.drafts.size());
             if (s.rule_row < 0) continue;
             const size_t count = num_worth(s);
+            if (count < s.drafts.size()) s.left_out.push_back(s.drafts[count]);
             s.drafts.resize(count);
-            s.evidence.resize(count);
+            s.evidence.resize(count + s.left_out.size());
         }
         return status;
     }
@@ -181,6 +185,7 @@ public:
     void leave(bool drafts_wait) {
         for (Decoding& s : sequences_) {
             if (!drafts_wait) drop_drafts(&s);
+            s.evidence.resize(s.drafts.size());
             s.draft_context = std::min(s.draft_context, s.num_tokens() - 1 + int64_t(s.drafts.size()));
         }
     }
@@ -250,9 +255,11 @@ private:
         s->made.push_back(s->num_drafted);
         s->had.push_back(int64_t(s->drafts.size()));
         s->got.push_back(count);
-        s->verified.insert(s->verified.end(), s->drafts.begin(), s->drafts.end());
-        s->evidence.resize(s->drafts.size());  // the host keeps that of its own drafts
-        s->evidence_of_verified.insert(s->evidence_of_verified.end(), s->evidence.begin(), s->evidence.end());
+        s->missed.push_back(int64_t(s->left_out.size()));
+        s->told.insert(s->told.end(), s->drafts.begin(), s->drafts.end());
+        s->told.insert(s->told.end(), s->left_out.begin(), s->left_out.end());
+        s->evidence.resize(s->drafts.size() + s->left_out.size());  // the host keeps that of its own drafts
+        s->evidence_of_told.insert(s->evidence_of_told.end(), s->evidence.begin(), s->evidence.end());
         drop_drafts(s);
         for (int64_t i = 0; i < count; ++i) {
             s->known.push_back(found_ids[i]);
@@ -266,6 +273,7 @@ private:
     static void drop_drafts(Decoding* s) {
         s->drafts.clear();
         s->evidence.clear();
+        s->left_out.clear();
         s->num_drafted = 0;
     }
 
@@ -303,9 +311,10 @@ private:
 //   [sequences]           drafts that wait
 //   [rounds + 1]          drafts that were made in front of each, and behind the last one, for all sequences together
 //   [sequences, rounds]   drafts that a round had
+//   [sequences, rounds]   whether one more was left out
 //   [sequences, rounds]   tokens that it got
-//   [...]                 of each sequence the tokens that came, then of each the drafts that its rounds had, then of
-//                         each those that wait
+//   [...]                 of each sequence the tokens that came, then of each the drafts that its rounds had, round by
+//                         round with the one that was left out, then of each those that wait
 //
 // and of all these drafts what was known, in floats: the log-softmax, or how long the match was.
 class Found {
@@ -327,10 +336,11 @@ public:
         for (const Decoding& s : sequences) num_made += s.num_drafted;
         add(num_made);
         for (const Decoding& s : sequences) add(s.had);
+        for (const Decoding& s : sequences) add(s.missed);
         for (const Decoding& s : sequences) add(s.got);
         for (const Decoding& s : sequences)
             for (size_t i = size_t(s.num_known); i < s.known.size(); ++i) add(s.known[i]);
-        for (const Decoding& s : sequences) add(s.verified, s.evidence_of_verified);
+        for (const Decoding& s : sequences) add(s.told, s.evidence_of_told);
         for (const Decoding& s : sequences) add(s.drafts, s.evidence);
         *num_written = ints_ - first_;
         return room_ < 0 ? TOKEN_IDS : OK;

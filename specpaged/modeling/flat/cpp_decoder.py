@@ -166,7 +166,7 @@ class CppDecoder(nn.Module):
         """What ModelRunner.rounds says."""
         ints: list[int] = []
         num_seqs = len(rows)
-        room = 2 + num_rounds + num_seqs * (3 + 2 * num_rounds)
+        room = 2 + num_rounds + num_seqs * (3 + 3 * num_rounds)
         for token_ids, start, draft_context_len, drafts, num_draft_tokens, most_tokens, stop_ids, blocks in rows:
             ints += (
                 len(token_ids), start, draft_context_len, len(drafts), num_draft_tokens, most_tokens, len(stop_ids),
