@@ -21,7 +21,7 @@ logger = logging.getLogger("specpaged")
 OFTEN = 64  # steps, the first ones
 # Seconds that it takes to listen to a step; what of the time may go into that; and the steps from one to the next, at
 # the least and at the most.
-_LISTENING, _SELDOM = (1.2e-4, 0.0015), (1, 64)
+_LISTENING, _SELDOM = (2.4e-4, 0.0015), (1, 64)
 _RECENT = 0.2  # of what steps take on average, the last one
 
 

@@ -58,6 +58,8 @@ class AdaptiveController(MeasuringController):
         self._requests: dict[Hashable, RequestAcceptance] = {}
         # By batch size, most drafts of one sequence, the logit expected of them, whether anyone drafts, and rounds.
         self._paying: dict[tuple[int, int, float, bool, tuple[int, int]], bool] = {}
+        # By the same, outcomes in the place of drafts: the share of time that may go into looking.
+        self._looking: dict[tuple[int, int, int, bool, tuple[int, int]], float] = {}
         self._age = 0  # plans
         self._asked = 0  # when what could pay was asked anew
         self._is_drafting = self._was_trial = False
@@ -72,6 +74,7 @@ class AdaptiveController(MeasuringController):
             self._was_trial = False
             self._times.expire()
             self._paying.clear()
+            self._looking.clear()
         self._times.context = sum([c.context_len for c in candidates]) / len(candidates)
         nothing = [0] * len(candidates)
         looking = LOOKING if self._is_drafting else self._share_of_looking(candidates)
@@ -179,8 +182,15 @@ class AdaptiveController(MeasuringController):
         if self._age - self._asked >= min(_MEMORY, self._asked):
             self._asked = self._age
             self._paying.clear()
-        hopes = ((round(self.acceptance.hopeful_logit, 1), LOOKING), (_CERTAIN, _LOOKING_HOPELESS))
-        return next((share for expected, share in hopes if self._pays(candidates, expected, most)), 0.0)
+            self._looking.clear()
+        rounds = self.costs.plain_rounds, self.costs.drafting_rounds
+        key = len(candidates), most, self.acceptance.num_outcomes, self._is_drafting, rounds
+        looking = self._looking.get(key)
+        if looking is None:
+            hopes = ((round(self.acceptance.hopeful_logit, 1), LOOKING), (_CERTAIN, _LOOKING_HOPELESS))
+            looking = next((share for expected, share in hopes if self._pays(candidates, expected, most)), 0.0)
+            self._looking[key] = looking
+        return looking
 
     def _pays(self, candidates: Sequence[Candidate], expected_logit: float, most: int) -> bool:
         """Whether it would to draft for all, if their drafts stood as expected."""
