@@ -35,6 +35,7 @@ _DOUBT_TO_BEGIN, _DOUBT_TO_GO_ON = 1 / 3, 1 / 6  # standard deviations
 _EARLY = 0.4  # divided by the square root of the number of outcomes
 _REPAID_WITHIN = 128, 0.5  # tokens, and of those that may come, which are the most that will
 _TOLD_APART = 0.6  # in logits: of less spread, evidence says too little to stop a proposal by
+_BEYOND = 0.8  # of what a row costs to a rule: what those beyond the planned ones do, where that is more
 
 
 class AdaptiveController(MeasuringController):
@@ -108,11 +109,10 @@ class AdaptiveController(MeasuringController):
             return Plan(tried, num_steps=TRIAL_STEPS, is_trial=True, tries_rows=not self._is_drafting)
         stop_rule, without_rule = None, counts
         if self._is_drafting and self.by_evidence and self.stops:
-            may_stop = self.acceptance.spread > _TOLD_APART
-            if may_stop or self.selecting.pays:
-                stop_rule = self._stop_rule(candidates, counts, rate)
-            if may_stop:
+            if self.acceptance.spread > _TOLD_APART:
                 counts = self._deeper(candidates, counts)
+            if counts is not without_rule or self.selecting.pays:
+                stop_rule = self._stop_rule(candidates, without_rule, counts, rate)
         looks: Sequence[int] = ()
         if self.looks_back:
             looks = self.looks.choose(candidates, counts, [self._requests[c.sequence].num_seen for c in candidates])
@@ -296,9 +296,15 @@ class AdaptiveController(MeasuringController):
         rate = self.selecting.speed * num_seqs / times.plain
         return StopRule.of(self.acceptance, requests, rate * row_seconds, 0.0)
 
-    def _stop_rule(self, candidates: Sequence[Candidate], counts: Sequence[int], rate: float) -> StopRule:
+    def _stop_rule(
+        self, candidates: Sequence[Candidate], counts: Sequence[int], deepest: Sequence[int], rate: float
+    ) -> StopRule:
+        """Of drafts that are `counts` in the mean, and up to `deepest`, as evidence turns out."""
         requests = [self._request(c.sequence) for c, count in zip(candidates, counts, strict=True) if count]
-        num_drafts = sum(counts)
-        times = self._times.of(len(candidates), num_drafts)
+        num_drafts, most = sum(counts), sum(deepest)
+        times = self._times.of(len(candidates), most)
         row_seconds = (times.verify[num_drafts] - times.verify[0]) / num_drafts  # as steps go, between two nodes of f
+        if most > num_drafts:
+            beyond = (times.verify[most] - times.verify[num_drafts]) / (most - num_drafts)
+            row_seconds += _BEYOND * max(0.0, beyond - row_seconds)
         return StopRule.of(self.acceptance, requests, rate * row_seconds, rate * times.later[len(requests)])
