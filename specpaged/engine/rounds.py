@@ -221,14 +221,16 @@ def _still_wanted(step: SpeculativeStep, scored: ScoredStep) -> bool:
 
 
 def propose_waiting(step: SpeculativeStep, scored: ScoredStep) -> bool:
-    """Leave the drafts that wait with their sequences; False where none were made."""
-    if scored.rounds is None or not scored.rounds.drafts_wait:
+    """Leave the drafts that wait with their sequences; False where nobody was asked to make any."""
+    rounds = scored.rounds
+    if rounds is None or not rounds.drafts_wait:
         return False
-    looks_up = isinstance(step.drafter.in_rounds, Lookup)
-    for entry, (token_ids, evidence) in zip(scored.entries, scored.rounds.waiting(), strict=True):
-        if token_ids and not entry.sequence.has_ended:
-            entry.sequence.draft = _draft(token_ids, evidence, looks_up)
-    step.metrics.proposed_tokens += scored.rounds.num_drafted_ahead
+    if rounds.num_drafted_ahead:
+        looks_up = isinstance(step.drafter.in_rounds, Lookup)
+        for entry, (token_ids, evidence) in zip(scored.entries, rounds.waiting(), strict=True):
+            if token_ids and not entry.sequence.has_ended:
+                entry.sequence.draft = _draft(token_ids, evidence, looks_up)
+        step.metrics.proposed_tokens += rounds.num_drafted_ahead
     if step.planner is not None:
         step.planner.went_on(scored.num_rounds)
     return True

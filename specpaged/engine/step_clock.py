@@ -18,7 +18,7 @@ from specpaged.speculation.pass_seconds import PassShape
 
 logger = logging.getLogger("specpaged")
 
-OFTEN = 64  # steps, the first ones
+OFTEN = 32  # steps, the first ones
 # Seconds that it takes to listen to a step; what of the time may go into that; and the steps from one to the next, at
 # the least and at the most.
 _LISTENING, _SELDOM = (2.4e-4, 0.0015), (1, 64)
@@ -79,19 +79,18 @@ class StepClock:
     def ran(self, entries: SequenceOf[ScheduledSequence], found: Rounds) -> None:
         """Several rounds have ended, in place of `scored`. The last one is heard, and of a trial all but the first."""
         seconds = time.perf_counter() - self._began
-        rounds = found.rounds
         self._tells_rest = True
         self._hears_next(seconds)
-        self._num_seqs, self._num_rounds = len(entries), len(rounds)
+        self._num_seqs, self._num_rounds = len(entries), found.num_rounds
         self._passes, self._drafts, self._proposal_seconds = [], found.drafts, 0.0
-        self._pass_seconds = sum(of_round.verify_seconds for of_round in rounds) + found.draft_seconds
+        self._pass_seconds = sum(found.verify_seconds) + found.draft_seconds
         num_tokens = sum(entry.context_len for entry in entries)
-        for i, of_round in enumerate(rounds):
-            if i + 1 == len(rounds) or (self._is_trial and i > 0):
+        of_rounds = zip(found.verify_seconds, found.num_unverified, found.num_emitted, strict=True)
+        for i, (verify_seconds, num_drafts, num_emitted) in enumerate(of_rounds, 1):
+            if i == found.num_rounds or (self._is_trial and i > 1):
                 self._mean_context = num_tokens / len(entries)
-                num_rows = len(entries) + sum(map(len, of_round.drafts))
-                ask(self.controller.observe_target, self._shape(num_rows), of_round.verify_seconds)
-            num_tokens += sum(map(len, of_round.token_ids))
+                ask(self.controller.observe_target, self._shape(len(entries) + num_drafts), verify_seconds)
+            num_tokens += num_emitted
         self._began = time.perf_counter() - seconds
         self._left_out = 0.0
 

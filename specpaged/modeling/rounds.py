@@ -29,8 +29,6 @@ class Round(NamedTuple):
     evidence: list[list[float]]  # of both, if made in the same call: log-probabilities, or how long a match each had
     token_ids: list[list[int]]  # the drafts that stand, and the token behind them
     num_drafted: int  # in the same call, of all sequences: with all that a rule has left out
-    verify_seconds: float  # of the target's pass
-    draft_seconds: float  # of all that made its drafts, in the same call
 
 
 class Rounds:
@@ -79,9 +77,22 @@ class Rounds:
         return sum(self.seconds[1::2])
 
     @property
+    def verify_seconds(self) -> Sequence[float]:
+        """Of each round's target pass."""
+        return self.seconds[: 2 * self.num_rounds : 2]
+
+    @property
     def num_unverified(self) -> list[int]:
         """Drafts of each round, of all sequences together."""
-        return [sum(self.num_drafts[i :: self.num_rounds]) for i in range(self.num_rounds)]
+        return self._by_round(self.num_drafts)
+
+    @property
+    def num_emitted(self) -> list[int]:
+        """Tokens of each round, of all sequences together."""
+        return self._by_round(self.num_tokens)
+
+    def _by_round(self, counts: Sequence[int]) -> list[int]:
+        return [sum(counts[i :: self.num_rounds]) for i in range(self.num_rounds)]
 
     def drop_waiting(self) -> None:
         """Nobody takes the drafts that wait."""
@@ -100,8 +111,7 @@ class Rounds:
     @cached_property
     def rounds(self) -> list[Round]:
         """Round by round, for whoever looks at single ones."""
-        seconds = self.seconds
-        rounds = [Round([], [], [], [], made, *seconds[2 * i : 2 * i + 2]) for i, made in enumerate(self.num_drafted)]
+        rounds = [Round([], [], [], [], made) for made in self.num_drafted]
         end, counts = 0, zip(self.num_drafts, self.num_left_out, self.num_tokens, strict=True)
         for token_ids in self.token_ids:
             tokens_end = 0

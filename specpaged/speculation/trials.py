@@ -27,9 +27,8 @@ class Trials:
         self._num_untried, self._every = 0, _FIRST
         self._halves = False  # whether the last one was of fewer drafts, not of none
         self._credit = self._price = 0.0  # seconds for trials of rows, and what the next one takes
-        # Octaves of batch sizes that there were, and those that have been tried: the first trial is in advance.
-        self._seen: set[int] = set()
-        self._tried: set[int] = set()
+        self._seen: set[int] = set()  # octaves of batch sizes that there were
+        self._tries_first = True  # what has never been tried is in advance
 
     def next(self, counts: Sequence[int], speed: float, num_steps: int) -> list[int] | None:
         """The drafts of one that is due; by turns none, and about half of these. None as long as there is none.
@@ -61,7 +60,7 @@ class Trials:
         if octave not in self._seen:  # there is nothing yet that could be compared
             self._seen.add(octave)
             return None
-        if octave in self._tried and self._credit < self._price:
+        if not self._tries_first and self._credit < self._price:
             return None
         doubt = self.errors.doubt(num_seqs, 3 * num_seqs)
         counts = hopeful(_DOUBTS * doubt) if doubt > _DOUBT else []
@@ -70,8 +69,8 @@ class Trials:
             return None
         counts = [max(1, (count + 1) // 2) for count in counts]
         self._price = price(sum(counts))
-        if octave in self._tried and self._credit < self._price:
+        if not self._tries_first and self._credit < self._price:
             return None
-        self._tried.add(octave)
+        self._tries_first = False
         self._credit = 0.0
         return counts

@@ -9,7 +9,7 @@ import pytest
 from specpaged.drafting.draft import NO_DRAFT, Draft
 from specpaged.engine import step_clock
 from specpaged.engine.draft_planner import DraftPlanner
-from specpaged.modeling.rounds import Round
+from specpaged.engine.step_clock import OFTEN
 from specpaged.speculation.controller import Plan
 from specpaged.speculation.cost_model import CostModel
 from specpaged.speculation.pass_seconds import PassSeconds
@@ -51,7 +51,7 @@ def test_of_long_steps_more_are_heard_as_long_as_it_takes_little_of_the_time(mon
                 planner.clock.scored(entries)
         return listener.num_heard - before
 
-    assert run(63) == 63
+    assert run(OFTEN - 1) == OFTEN - 1
     assert run(2080) == pytest.approx(2080 * share, rel=0.03)
 
 
@@ -87,9 +87,9 @@ def test_in_short_steps_plans_and_outcomes_are_asked_for_seldom(monkeypatch, sec
             planner.plan([])
             planner.select([], [])
 
-    run(64)
-    assert num_plans == 64 // 6 + 1  # as good as it says, while little is known of steps
-    assert num_looks == 64
+    run(OFTEN)
+    assert num_plans == OFTEN // 6 + 1  # as good as it says, while little is known of steps
+    assert num_looks == OFTEN
     num_plans = num_looks = 0
     run(4800)
     assert num_plans == pytest.approx(4800 * planned, rel=0.03)
@@ -154,9 +154,16 @@ def test_of_a_trial_in_one_call_all_rounds_are_heard_but_the_first():
     planner.begin()
     assert planner.clock.tells
     entries = [SimpleNamespace(context_len=10), SimpleNamespace(context_len=20)]
-    rounds = [Round([[], []], [[], []], [[], []], [[5], [6]], 0, seconds, 0.0) for seconds in (9.0, 2.0, 3.0, 4.0)]
-    planner.clock.ran(entries, SimpleNamespace(rounds=rounds, drafts=False, draft_seconds=0.0))
-    assert listener.heard == [((2, 2, 16.0), 2.0), ((2, 2, 17.0), 3.0), ((2, 2, 18.0), 4.0)]
+    rounds = SimpleNamespace(
+        num_rounds=4,
+        verify_seconds=[9.0, 2.0, 3.0, 4.0],
+        num_unverified=[0, 0, 1, 0],
+        num_emitted=[2, 2, 3, 2],
+        drafts=False,
+        draft_seconds=0.0,
+    )
+    planner.clock.ran(entries, rounds)
+    assert listener.heard == [((2, 2, 16.0), 2.0), ((3, 2, 17.0), 3.0), ((2, 2, 18.5), 4.0)]
 
 
 def test_what_deciding_takes_is_no_part_of_what_is_heard(monkeypatch):

@@ -69,8 +69,8 @@ struct Decoding {
     int64_t rule_row = -1;    // its own in the rule, if it has one
     bool has_ended = false;  // no more may come, or a stop id has
 
-    // Of each round so far: drafts that were made for it, those that it had, and of what it had not, tokens that it got.
-    // And all these drafts.
+    // Of each round so far: drafts that were made for it, those that it had, whether one more was left out, tokens that
+    // it got. And all these drafts, with those that were left out.
     std::vector<int64_t> made, had, missed, got, told;
     std::vector<float> evidence_of_told;
 
