@@ -91,6 +91,10 @@ class StepClock:
                 self._mean_context = num_tokens / len(entries)
                 ask(self.controller.observe_target, self._shape(len(entries) + num_drafts), verify_seconds)
             num_tokens += num_emitted
+        num_made, draft_seconds = found.last_drafting
+        if num_made:
+            passes = self._passes_of(num_made, [count for count in found.num_wanted if count])
+            ask(self.controller.observe_drafting, passes, draft_seconds)
         self._began = time.perf_counter() - seconds
         self._left_out = 0.0
 
@@ -115,6 +119,13 @@ class StepClock:
 
     def _shape(self, num_rows: int) -> PassShape:
         return PassShape(num_rows, self._num_seqs, self._mean_context)
+
+    def _passes_of(self, num_made: int, num_wanted: SequenceOf[int]) -> list[PassShape]:
+        """Those that have made so many drafts in all, of sequences that wanted so many: as deep as it takes."""
+        widths: list[int] = []
+        while num_made > sum(widths) and len(widths) < max(num_wanted):
+            widths.append(sum(count > len(widths) for count in num_wanted))
+        return [PassShape(width, width, self._mean_context) for width in widths]
 
     def _later(self, num_drafted: SequenceOf[int]) -> list[PassShape]:
         """The passes of a proposal behind its first one."""

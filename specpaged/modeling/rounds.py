@@ -72,6 +72,13 @@ class Rounds:
         return any(self.num_drafted) or self.num_drafted_ahead > 0
 
     @property
+    def last_drafting(self) -> tuple[int, float]:
+        """Drafts that were made last, of all sequences together, and the seconds that it took."""
+        if self.num_drafted_ahead:
+            return self.num_drafted_ahead, self.seconds[2 * self.num_rounds + 1]
+        return self.num_drafted[-1], self.seconds[2 * self.num_rounds - 1]
+
+    @property
     def draft_seconds(self) -> float:
         """Of all that made drafts."""
         return sum(self.seconds[1::2])

@@ -81,6 +81,10 @@ class Controller(Protocol):
         """A proposal of such passes has taken so long, and so long the rest of a step of so many sequences."""
         ...
 
+    def observe_drafting(self, passes: Sequence[PassShape], seconds: float) -> None:
+        """Such passes, which made drafts within a call of several rounds, have taken so long."""
+        ...
+
     def observe_rest(self, seconds: float, num_seqs: int, num_rounds: int = 1) -> None:
         """A step without drafts has taken so long beside its passes."""
         ...
@@ -104,6 +108,10 @@ class MeasuringController(Controller):
         self, passes: Sequence[PassShape], seconds: float, num_seqs: int, rest_seconds: float, num_rounds: int = 1
     ) -> None:
         self.costs.observe_proposal(passes, seconds, num_seqs, rest_seconds, num_rounds)
+
+    @override
+    def observe_drafting(self, passes: Sequence[PassShape], seconds: float) -> None:
+        self.costs.observe_drafting(passes, seconds)
 
     @override
     def observe_rest(self, seconds: float, num_seqs: int, num_rounds: int = 1) -> None:

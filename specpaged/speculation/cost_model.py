@@ -17,6 +17,7 @@ _MEDIAN_EVERY = 8  # passes
 _WAIT = 10
 _NEWTON = 4  # steps, which double the digits that are right
 _FURTHER_ROUND = 0.25  # of what a step takes beside its passes, for each round behind the first one
+_LEAST_LEFT = 0.5  # of what a proposal takes beside its passes, at once
 _SHIFT = 0.05  # in the logarithm: a median beyond it is no noise
 _BESIDES = ("seconds_per_proposal", "seconds_per_step", "seconds_per_drafting", "seconds_per_sequence", "seconds_saved")
 
@@ -64,6 +65,8 @@ class CostModel:
         self.proposals_per_round = 1.0
         self.errors = PassErrors(target)
         self._of_target, self._of_proposals = _Surprises(), _Surprises()
+        self._of_drafting = _Surprises()
+        self._hears_drafting = False  # so that proposals tell nothing of its passes
         self._of_rest, self._of_drafting_rest = _Surprises(), _Surprises()
         self._num_plain: Counter[int] = Counter()  # steps that were heard, by the octave of their number of sequences
 
@@ -138,15 +141,41 @@ class CostModel:
         shifted = factor != 1.0
         if not shifted:
             factor = math.exp(besides / expected * believed(surprise))
+        elif self._hears_drafting and besides > 0:
+            factor = max(_LEAST_LEFT, 1.0 + (factor - 1.0) * expected / besides)
         self.seconds_per_proposal *= factor
         self.seconds_per_drafting *= factor
-        if shifted:
-            if draft is not None:
-                draft.scale(factor)
-        elif draft is not None:
-            for shape, of_pass in zip(passes, of_passes, strict=True):
-                if shape.num_rows > 0:
-                    draft.learn(shape.num_rows, surprise, of_pass / expected)
+        if draft is not None and not self._hears_drafting:
+            self._learn_passes(draft, passes, of_passes, expected, surprise, factor if shifted else 1.0)
+
+    def observe_drafting(self, passes: Sequence[PassShape], seconds: float) -> None:
+        """Such passes of the draft model, within a call of several rounds, have taken so long."""
+        draft = self.draft
+        of_passes = [0.0 if draft is None else draft.of(shape) for shape in passes]
+        expected = sum(of_passes)
+        if draft is None or not (seconds > 0 and expected > 0):
+            return
+        self._hears_drafting = True
+        surprise = math.log(seconds / expected) - self._of_target.newest
+        self._of_drafting.add(surprise)
+        self._learn_passes(draft, passes, of_passes, expected, surprise, self._of_drafting.take_shift())
+
+    @staticmethod
+    def _learn_passes(
+        draft: PassSeconds,
+        passes: Sequence[PassShape],
+        of_passes: Sequence[float],
+        expected: float,
+        surprise: float,
+        shift: float,
+    ) -> None:
+        """Where most of the last ones show a shift, all passes take as much longer; else these, slowly."""
+        if shift != 1.0:
+            draft.scale(shift)
+            return
+        for shape, of_pass in zip(passes, of_passes, strict=True):
+            if shape.num_rows > 0:
+                draft.learn(shape.num_rows, surprise, of_pass / expected)
 
     def observe_rest(self, seconds: float, num_seqs: int = 0, num_rounds: int = 1) -> None:
         """A step without drafts, of so many sequences and rounds, has taken so long beside its passes.

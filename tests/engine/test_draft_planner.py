@@ -161,6 +161,7 @@ def test_of_a_trial_in_one_call_all_rounds_are_heard_but_the_first():
         num_emitted=[2, 2, 3, 2],
         drafts=False,
         draft_seconds=0.0,
+        last_drafting=(0, 0.0),
     )
     planner.clock.ran(entries, rounds)
     assert listener.heard == [((2, 2, 16.0), 2.0), ((3, 2, 17.0), 3.0), ((2, 2, 18.5), 4.0)]
@@ -221,6 +222,29 @@ def test_of_rounds_that_draft_those_with_a_proposal_of_their_own_are_counted():
             planner.plan([member], 4)
             planner.select([], [])
         assert planner.costs.proposals_per_round == pytest.approx(share, rel=0.3)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "num_made", "widths"),
+    [([3], 3, [1, 1, 1]), ([3], 2, [1, 1]), ([2, 0, 4], 6, [2, 2, 1, 1]), ([2, 0, 4], 4, [2, 2]), ([4, 4], 7, [2] * 4)],
+    ids=["", "stopped", "some", "some, stopped", "less room than wanted"],
+)
+def test_of_drafts_made_in_a_call_the_passes_are_heard(wanted, num_made, widths):
+    planner, listener = trials()
+    listener.observe_drafting = lambda passes, seconds: listener.heard.append((passes, seconds))
+    planner.begin()
+    rounds = SimpleNamespace(
+        num_rounds=1,
+        verify_seconds=[9.0],
+        num_unverified=[0],
+        num_emitted=[2],
+        drafts=True,
+        draft_seconds=0.5,
+        last_drafting=(num_made, 0.5),
+        num_wanted=wanted,
+    )
+    planner.clock.ran([SimpleNamespace(context_len=10)] * len(wanted), rounds)
+    assert listener.heard[1:] == [([(width, width, 10.0) for width in widths], 0.5)]
 
 
 def trials():

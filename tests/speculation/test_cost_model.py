@@ -215,3 +215,14 @@ def test_it_is_the_same_behind_its_own_plain_data():
     assert again.as_dict() == model.as_dict()
     assert again.target.of(PassShape(7, 2, 100)) == model.target.of(PassShape(7, 2, 100))
     assert CostModel.of_dict(CostModel(PassSeconds(NODES, known())).as_dict()).draft is None
+
+
+def test_passes_that_make_drafts_within_a_call_are_learned_and_proposals_say_nothing_of_them_then():
+    """The draft takes half as long again as was probed, and a proposal four times as long beside its passes."""
+    model = CostModel(PassSeconds([1, 8], [1e-3, 2e-3]), PassSeconds([1, 8], [1e-4, 2e-4]), seconds_per_proposal=2e-5)
+    passes = [PassShape(1, 1, 0.0)] * 3
+    for _ in range(100):
+        model.observe_drafting(passes, 4.5e-4)
+        model.observe_proposal(passes, 4.5e-4 + 8e-5, 1)
+    assert model.draft.of_rows(1) == pytest.approx(1.5e-4, rel=0.05)
+    assert model.proposal(1) == pytest.approx(8e-5, rel=0.3)
