@@ -11,17 +11,14 @@ from specpaged.speculation.acceptance import AcceptanceModel, RequestAcceptance
 from specpaged.speculation.controller import Candidate, MeasuringController, Plan
 from specpaged.speculation.cost_model import CostModel
 from specpaged.speculation.looks import Looks
+from specpaged.speculation.prospects import LOOKING, Prospects
 from specpaged.speculation.selecting import Selecting
 from specpaged.speculation.selection import Selection, select
 from specpaged.speculation.step_times import TimesOfSteps
 from specpaged.speculation.stop_rule import StopRule
 from specpaged.speculation.trials import TRIAL_STEPS, Trials
 
-LOOKING = 0.006  # of the time goes into looking whether sequences that do not draft should, beside what is in advance
-_LOOKING_HOPELESS = 0.002  # where not even drafts such as those of the best requests so far would pay
 _MOST_SAVED = 4.0  # plain steps, that may be spent on looking at once
-_CERTAIN = 4.0  # the logit of drafts that nothing is to be hoped beyond
-_MEMORY = 256  # plans that what could pay is asked for once, and as many as there were so far
 # Steps that a plan is good for; with drafts, half as many more as it is for sequences. Twice as many, up to the most,
 # where the last one was the same.
 _PLANNED, _MOST_PLANNED = 6, 32
@@ -54,15 +51,10 @@ class AdaptiveController(MeasuringController):
         self.stops = stops
         self.by_evidence = by_evidence
         self.acceptance = AcceptanceModel()
+        self.prospects = Prospects(costs, self.acceptance, lambda chances: any(self._depths(chances).counts))
         self.selecting = Selecting()
         self._times = TimesOfSteps(costs)
         self._requests: dict[Hashable, RequestAcceptance] = {}
-        # By batch size, most drafts of one sequence, the logit expected of them, whether anyone drafts, and rounds.
-        self._paying: dict[tuple[int, int, float, bool, tuple[int, int]], bool] = {}
-        # By the same, outcomes in the place of drafts: the share of time that may go into looking.
-        self._looking: dict[tuple[int, int, int, bool, tuple[int, int]], float] = {}
-        self._age = 0  # plans
-        self._asked = 0  # when what could pay was asked anew
         self._is_drafting = self._was_trial = False
         self._counts: list[int] = []  # of the last plan
         self._planned = _PLANNED  # steps that it was good for
@@ -70,15 +62,16 @@ class AdaptiveController(MeasuringController):
 
     @override
     def plan(self, candidates: Sequence[Candidate], num_steps: int = 1) -> Plan:
-        self._age += 1
+        self.prospects.count_plan()
         if self._was_trial:  # what it has shown is to be known at once
             self._was_trial = False
             self._times.expire()
-            self._paying.clear()
-            self._looking.clear()
+            self.prospects.forget()
         self._times.context = sum([c.context_len for c in candidates]) / len(candidates)
         nothing = [0] * len(candidates)
-        looking = LOOKING if self._is_drafting else self._share_of_looking(candidates)
+        looking = LOOKING
+        if not self._is_drafting:
+            looking = self.prospects.share_of_looking(len(candidates), max(c.most for c in candidates))
         plain_seconds = self._times.of(len(candidates), 0).plain
         self.looks.earn(looking * num_steps * plain_seconds, _MOST_SAVED * plain_seconds)
         if not looking:
@@ -86,7 +79,7 @@ class AdaptiveController(MeasuringController):
             return Plan(nothing, num_steps=self._num_steps(nothing))
         if self.costs.draft is None:  # drafts come for nothing
             if not self.by_evidence:
-                counts = self._depths(candidates, self._chances(candidates, self._logits(candidates))).counts
+                counts = self._depths(self._chances(candidates, self._logits(candidates))).counts
                 self._unseen = {c.sequence: count for c, count in zip(candidates, counts, strict=True)}
             most = [candidate.most for candidate in candidates]
             return Plan(most, (), self._lookup_rule(candidates), most, self._num_steps(most))
@@ -171,51 +164,21 @@ class AdaptiveController(MeasuringController):
             request = self._requests[sequence] = RequestAcceptance()
         return request
 
-    def _share_of_looking(self, candidates: Sequence[Candidate]) -> float:
-        """How much time may go into looking, by what could pay in a batch of so many; asked anew now and then.
-
-        It is 0 where drafts that are next to certain would not.
-        """
-        most = max((c.most for c in candidates), default=0)
-        if not most:
-            return 0.0
-        if self._age - self._asked >= min(_MEMORY, self._asked):
-            self._asked = self._age
-            self._paying.clear()
-            self._looking.clear()
-        rounds = self.costs.plain_rounds, self.costs.drafting_rounds
-        key = len(candidates), most, self.acceptance.num_outcomes, self._is_drafting, rounds
-        looking = self._looking.get(key)
-        if looking is None:
-            hopes = ((round(self.acceptance.hopeful_logit, 1), LOOKING), (_CERTAIN, _LOOKING_HOPELESS))
-            looking = next((share for expected, share in hopes if self._pays(candidates, expected, most)), 0.0)
-            self._looking[key] = looking
-        return looking
-
-    def _pays(self, candidates: Sequence[Candidate], expected_logit: float, most: int) -> bool:
-        """Whether it would to draft for all, if their drafts stood as expected."""
-        rounds = self.costs.plain_rounds, self.costs.drafting_rounds
-        key = len(candidates), most, expected_logit, self._is_drafting, rounds
-        pays = self._paying.get(key)
-        if pays is None:
-            chances = self.acceptance.chances(expected_logit, most)
-            pays = self._paying[key] = any(self._depths(candidates, [chances] * len(candidates)).counts)
-        return pays
-
     def _worthwhile(self, candidates: Sequence[Candidate], logits: Sequence[float]) -> Selection:
         """The drafts that promise most, of those who need not catch up, or for whom that is repaid."""
-        if not self._is_drafting and not self._pays(candidates, max(logits), max(c.most for c in candidates)):
-            return Selection([0] * len(candidates), 0.0)  # not even if all were like the best
+        num_seqs, most = len(candidates), max(c.most for c in candidates)
+        if not self._is_drafting and not self.prospects.would_pay(num_seqs, max(logits), most):
+            return Selection([0] * num_seqs, 0.0)  # not even if all were like the best
         chances = self._chances(candidates, logits)
-        selection = self._depths(candidates, chances)
+        selection = self._depths(chances)
         repaid = self._repaid(candidates, selection)
         if all(repaid):
             return selection
-        return self._depths(candidates, [of if will else () for of, will in zip(chances, repaid, strict=True)])
+        return self._depths([of if will else () for of, will in zip(chances, repaid, strict=True)])
 
-    def _depths(self, candidates: Sequence[Candidate], chances: Sequence[Sequence[float]]) -> Selection:
-        """The drafts of each candidate that promise most, of those with these chances."""
-        times = self._times.of(len(candidates), sum(map(len, chances)))
+    def _depths(self, chances: Sequence[Sequence[float]]) -> Selection:
+        """The drafts of each sequence that promise most, of those with these chances."""
+        times = self._times.of(len(chances), sum(map(len, chances)))
         worth = 1.0 + max(_TO_BEGIN, _DOUBT_TO_BEGIN * times.doubt)
         if self._is_drafting:
             worth = 1.0 + max(_TO_GO_ON, _DOUBT_TO_GO_ON * times.doubt)
@@ -282,7 +245,7 @@ class AdaptiveController(MeasuringController):
         surplus = self.acceptance.spread
         chances = self._chances(candidates, [logit + surplus for logit in self._logits(candidates)])
         hoped = [of if count else () for of, count in zip(chances, counts, strict=True)]
-        return list(map(max, counts, self._depths(candidates, hoped).counts))
+        return list(map(max, counts, self._depths(hoped).counts))
 
     def _lookup_rule(self, candidates: Sequence[Candidate]) -> StopRule | None:
         """Of drafts that come for nothing: it keeps about those that were selected lately."""

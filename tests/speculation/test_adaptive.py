@@ -6,11 +6,12 @@ import math
 
 import pytest
 
-from specpaged.speculation.adaptive import LOOKING, AdaptiveController
+from specpaged.speculation.adaptive import AdaptiveController
 from specpaged.speculation.controller import Candidate
 from specpaged.speculation.cost_model import CostModel
 from specpaged.speculation.looks import _COLD, Looks
 from specpaged.speculation.pass_seconds import PassSeconds
+from specpaged.speculation.prospects import LOOKING
 from specpaged.speculation.stop_rule import StopRule
 from tests.speculation.simulation import NODES, PLAIN_SECONDS, Fixed, Simulation, costs, knowing, noisy
 
