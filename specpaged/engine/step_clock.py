@@ -30,7 +30,7 @@ class StepClock:
 
     Those with a prefill tell nothing: their passes are of another kind. To listen takes time; all of the first steps
     are heard, and then as many as a share of the time allows, of longer ones more. That time is no part of what they
-    take, nor is any other that deciding has: of both, steps that are heard have more than their share.
+    take, nor is what it takes to plan and to select: of both, steps that are heard have more than their share.
     """
 
     def __init__(self, controller: Controller):
@@ -92,9 +92,10 @@ class StepClock:
                 ask(self.controller.observe_target, self._shape(len(entries) + num_drafts), verify_seconds)
             num_tokens += num_emitted
         num_made, draft_seconds = found.last_drafting
-        if num_made:
+        observe_drafting = getattr(self.controller, "observe_drafting", None)
+        if num_made and observe_drafting is not None:
             passes = self._passes_of(num_made, [count for count in found.num_wanted if count])
-            ask(self.controller.observe_drafting, passes, draft_seconds)
+            ask(observe_drafting, passes, draft_seconds)
         self._began = time.perf_counter() - seconds
         self._left_out = 0.0
 
@@ -121,7 +122,10 @@ class StepClock:
         return PassShape(num_rows, self._num_seqs, self._mean_context)
 
     def _passes_of(self, num_made: int, num_wanted: SequenceOf[int]) -> list[PassShape]:
-        """Those that have made so many drafts in all, of sequences that wanted so many: as deep as it takes."""
+        """Those that have made so many drafts in all, of sequences that wanted so many: as deep as it takes.
+
+        Seldom one had less room than it wanted, or has ended: then this is a guess.
+        """
         widths: list[int] = []
         while num_made > sum(widths) and len(widths) < max(num_wanted):
             widths.append(sum(count > len(widths) for count in num_wanted))

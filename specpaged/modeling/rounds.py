@@ -73,10 +73,10 @@ class Rounds:
 
     @property
     def last_drafting(self) -> tuple[int, float]:
-        """Drafts that were made last, of all sequences together, and the seconds that it took."""
-        if self.num_drafted_ahead:
-            return self.num_drafted_ahead, self.seconds[2 * self.num_rounds + 1]
-        return self.num_drafted[-1], self.seconds[2 * self.num_rounds - 1]
+        """Drafts that were made last for a round, or else ahead, of all sequences together; and the seconds it took."""
+        if self.num_drafted[-1]:
+            return self.num_drafted[-1], self.seconds[2 * self.num_rounds - 1]
+        return self.num_drafted_ahead, self.seconds[2 * self.num_rounds + 1]
 
     @property
     def draft_seconds(self) -> float:

@@ -78,7 +78,7 @@ class AcceptanceModel:
         return self._mean_logit + 2.0 * self.share * math.sqrt(self.lead_variance)
 
     def hope(self, request: RequestAcceptance) -> float:
-        """How far above that it may lie, in logits: as long as little is known, drafting is how to find out."""
+        """How far above what is expected it may lie, in logits: as long as little is known, drafting finds out."""
         of_all, of_request = self._num_guessed / self.num_seen, _PRIOR_DRAFTS / (_PRIOR_DRAFTS + request.num_seen)
         return _HOPE * of_all * of_request
 

@@ -102,9 +102,10 @@ class AdaptiveController(MeasuringController):
             return Plan(tried, num_steps=TRIAL_STEPS, is_trial=True, tries_rows=not self._is_drafting)
         stop_rule, without_rule = None, counts
         if self._is_drafting and self.by_evidence and self.stops:
-            if self.acceptance.spread > _TOLD_APART:
+            tells = self.acceptance.spread > _TOLD_APART
+            if tells:
                 counts = self._deeper(candidates, counts)
-            if counts is not without_rule or self.selecting.pays:
+            if tells or self.selecting.pays:
                 stop_rule = self._stop_rule(candidates, without_rule, counts, rate)
         looks: Sequence[int] = ()
         if self.looks_back:

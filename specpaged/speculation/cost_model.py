@@ -66,7 +66,7 @@ class CostModel:
         self.errors = PassErrors(target)
         self._of_target, self._of_proposals = _Surprises(), _Surprises()
         self._of_drafting = _Surprises()
-        self._hears_drafting = False  # so that proposals tell nothing of its passes
+        self._num_unheard = _NUM_RECENT  # proposals since such passes were: the first ones tell nothing of passes
         self._of_rest, self._of_drafting_rest = _Surprises(), _Surprises()
         self._num_plain: Counter[int] = Counter()  # steps that were heard, by the octave of their number of sequences
 
@@ -136,16 +136,18 @@ class CostModel:
         if not (seconds > 0 and expected > 0):
             return
         surprise = math.log(seconds / expected) - busy
+        self._num_unheard += 1
+        hears_drafting = self._num_unheard < _NUM_RECENT
         self._of_proposals.add(surprise)
         factor = self._of_proposals.take_shift()
         shifted = factor != 1.0
         if not shifted:
             factor = math.exp(besides / expected * believed(surprise))
-        elif self._hears_drafting and besides > 0:
+        elif hears_drafting and besides > 0:
             factor = max(_LEAST_LEFT, 1.0 + (factor - 1.0) * expected / besides)
         self.seconds_per_proposal *= factor
         self.seconds_per_drafting *= factor
-        if draft is not None and not self._hears_drafting:
+        if draft is not None and not hears_drafting:
             self._learn_passes(draft, passes, of_passes, expected, surprise, factor if shifted else 1.0)
 
     def observe_drafting(self, passes: Sequence[PassShape], seconds: float) -> None:
@@ -155,10 +157,13 @@ class CostModel:
         expected = sum(of_passes)
         if draft is None or not (seconds > 0 and expected > 0):
             return
-        self._hears_drafting = True
+        self._num_unheard = 0
         surprise = math.log(seconds / expected) - self._of_target.newest
         self._of_drafting.add(surprise)
-        self._learn_passes(draft, passes, of_passes, expected, surprise, self._of_drafting.take_shift())
+        shift = self._of_drafting.take_shift()
+        if shift != 1.0:  # which explains what proposals departed from
+            self._of_proposals = _Surprises()
+        self._learn_passes(draft, passes, of_passes, expected, surprise, shift)
 
     @staticmethod
     def _learn_passes(

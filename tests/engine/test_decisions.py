@@ -83,10 +83,26 @@ def with_whim(llm, seed, **arguments):
 
 
 def planner_of(whim):
-    """A planner that lets through what its controller raises."""
-    planner = DraftPlanner(whim)
-    planner._ask = lambda question, *arguments, otherwise=None: question(*arguments)
-    return planner
+    """A planner of which a test fails where its controller does."""
+    return DraftPlanner(Outspoken(whim))
+
+
+class Outspoken:
+    """A controller whose failures end the test: else nobody fails for what a controller does."""
+
+    def __init__(self, controller):
+        self.controller = controller
+
+    def __getattr__(self, name):
+        value = getattr(self.controller, name)
+
+        def ask(*arguments):
+            try:
+                return value(*arguments)
+            except Exception as error:
+                pytest.fail(f"{name}: {error!r}")
+
+        return ask if callable(value) else value
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -221,9 +221,11 @@ def test_a_lookup_in_rounds_finds_what_the_drafter_does(toy_pair, row_tokens):
             token_ids, num_matched = lookup(known, 1, 3, min(3, num_left - 1))
             assert of_round.num_drafted == len(token_ids)
             num_found += len(token_ids)
+            all_ids = token_ids
             if rule is not None:
                 token_ids = token_ids[: rule.num_worth(evidence_of(Draft(token_ids, num_matched=num_matched)), 0)]
             assert of_round.drafts[0] == token_ids
+            assert of_round.left_out[0] == all_ids[len(token_ids) :][:1]
             assert of_round.evidence[0] == [num_matched] * len(token_ids + of_round.left_out[0])
             num_kept += len(token_ids)
         known = [*known, *of_round.token_ids[0]]

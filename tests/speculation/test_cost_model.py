@@ -218,11 +218,24 @@ def test_it_is_the_same_behind_its_own_plain_data():
 
 
 def test_passes_that_make_drafts_within_a_call_are_learned_and_proposals_say_nothing_of_them_then():
-    """The draft takes half as long again as was probed, and a proposal four times as long beside its passes."""
+    """The draft takes twice as long as was probed, and a proposal four times as long beside its passes.
+
+    What is heard of the passes twice does not count twice.
+    """
     model = CostModel(PassSeconds([1, 8], [1e-3, 2e-3]), PassSeconds([1, 8], [1e-4, 2e-4]), seconds_per_proposal=2e-5)
     passes = [PassShape(1, 1, 0.0)] * 3
     for _ in range(100):
-        model.observe_drafting(passes, 4.5e-4)
-        model.observe_proposal(passes, 4.5e-4 + 8e-5, 1)
-    assert model.draft.of_rows(1) == pytest.approx(1.5e-4, rel=0.05)
+        model.observe_drafting(passes, 6e-4)
+        model.observe_proposal(passes, 6e-4 + 8e-5, 1)
+        assert model.proposal(1) < 1.3 * 8e-5
+    assert model.draft.of_rows(1) == pytest.approx(2e-4, rel=0.05)
     assert model.proposal(1) == pytest.approx(8e-5, rel=0.3)
+
+
+def test_who_no_longer_drafts_within_calls_learns_from_proposals_again():
+    model = CostModel(PassSeconds([1, 8], [1e-3, 2e-3]), PassSeconds([1, 8], [1e-4, 2e-4]), seconds_per_proposal=1e-7)
+    passes = [PassShape(1, 1, 0.0)] * 3
+    model.observe_drafting(passes, 3e-4)
+    for seconds in [3e-4] * 40 + [6e-4] * 60:
+        model.observe_proposal(passes, seconds, 1)
+    assert model.draft.of_rows(1) == pytest.approx(2e-4, rel=0.1)

@@ -83,7 +83,7 @@ inline int read_decoding(const int64_t* ints, int64_t num_ints, int64_t num_seqs
     const int64_t* const end = ints + num_ints;
     for (int64_t seq = 0; seq < num_seqs; ++seq) {
         if (end - ints < HEAD) return TOKEN_IDS;
-        Decoding s = {ints[0], ints[1], ints[2], ints[3], ints[4], ints[5], ints[6], ints[7], {}, {}, {}, {}, {}};
+        Decoding s = {ints[0], ints[1], ints[2], ints[3], ints[4], ints[5], ints[6], ints[7], {}, {}, {}, {}, {}, {}};
         ints += HEAD;
         if (s.num_known < 1 || s.num_known > end - ints) return TOKEN_IDS;
         s.known.assign(ints, ints + s.num_known);
