@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -10,7 +12,8 @@ from specpaged.drafting.draft import Draft
 from specpaged.drafting.draft_model import DraftModelDrafter
 from specpaged.drafting.ngram import NgramDrafter, lookup
 from specpaged.engine.draft_planner import evidence_of
-from specpaged.modeling.rounds import DecodingRow, Lookup
+from specpaged.engine.rounds import _tell_outcomes
+from specpaged.modeling.rounds import DecodingRow, Lookup, Round
 from specpaged.paging.page_table import DRAFT, TARGET
 from specpaged.speculation.stop_rule import StopRule
 from tests import toys
@@ -269,3 +272,19 @@ def test_a_rule_that_was_made_for_others_is_not_asked(toy_pair):
         clear(engine.target, engine.draft)
         rounds = engine.target.rounds([row], 90, 2, draft=engine.draft, stop_rule=rule).rounds
         assert len(rounds[1].drafts[0]) == num_drafts
+
+
+def test_of_drafts_that_a_rule_left_out_the_first_one_is_told():
+    told = []
+    step = SimpleNamespace(
+        drafter=SimpleNamespace(in_rounds=None),
+        planner=SimpleNamespace(told=lambda sequence, draft, token_ids: told.append((sequence, draft, token_ids))),
+    )
+    rounds = [
+        Round([[1], []], [[], []], [[0.0], []], [[1, 2], [3]], 0),  # the host's own: it knows
+        Round([[4], []], [[5], []], [[-0.1, -0.2], []], [[4, 6], [7]], 3),
+        Round([[], []], [[8], []], [[-0.3], []], [[8], [9]], 3),
+    ]
+    entries = [SimpleNamespace(sequence="a"), SimpleNamespace(sequence="b")]
+    _tell_outcomes(step, SimpleNamespace(entries=entries, rounds=SimpleNamespace(rounds=rounds)))
+    assert told == [("a", Draft([4, 5], [-0.1, -0.2]), [4, 6]), ("a", Draft([8], [-0.3]), [8])]

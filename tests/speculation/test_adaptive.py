@@ -201,6 +201,13 @@ def test_where_a_rule_selects_in_the_controllers_place_it_is_about_as_good(draft
     assert by_rule >= 0.96 * asked
 
 
+@pytest.mark.parametrize(("draft", "acceptance"), [(0.05, 0.3), (0.15, 0.6)])
+def test_a_rule_knows_that_rows_beyond_those_that_the_weights_hide_cost_more(draft, acceptance):
+    """Of four sequences, two drafts each are hidden, nearly; evidence may ask for more."""
+    speed = simulate(draft, lambda i, n: acceptance, 4, num_rounds=4).tokens_per_second(3 * STEPS)
+    assert speed >= 0.97 * max(of_fixed(k, draft, lambda i, n: acceptance, 4) for k in (1, 2, 3))
+
+
 def test_a_rule_keeps_the_drafts_that_are_worth_their_rows():
     """Of logits 2 and 0 there is a chance of 0.88, and of 0.88 / 2 of both; of a row of less hope, of 0.73 and 0.20."""
     rule = StopRule(1.0, [0.0], [0.0, -1.0], [0.5, 0.5], row_tokens=0.4, pass_tokens=0.0)
