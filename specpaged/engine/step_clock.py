@@ -73,8 +73,7 @@ class StepClock:
             self._mean_context = sum(entry.context_len for entry in entries) / len(entries)
             num_rows = len(entries) + sum(len(entry.draft) for entry in entries)
             ask(self.controller.observe_target, self._shape(num_rows), seconds)
-            self._began = time.perf_counter() - seconds
-            self._left_out = 0.0
+            self._go_on_from(seconds)
 
     def ran(self, entries: SequenceOf[ScheduledSequence], found: Rounds) -> None:
         """Several rounds have ended, in place of `scored`. The last one is heard, and of a trial all but the first."""
@@ -96,6 +95,10 @@ class StepClock:
         if num_made and observe_drafting is not None:
             passes = self._passes_of(num_made, [count for count in found.num_wanted if count])
             ask(observe_drafting, passes, draft_seconds)
+        self._go_on_from(seconds)
+
+    def _go_on_from(self, seconds: float) -> None:
+        """What was told between now and then, the step did not take."""
         self._began = time.perf_counter() - seconds
         self._left_out = 0.0
 

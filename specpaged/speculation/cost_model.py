@@ -66,7 +66,7 @@ class CostModel:
         self.errors = PassErrors(target)
         self._of_target, self._of_proposals = _Surprises(), _Surprises()
         self._of_drafting = _Surprises()
-        self._num_unheard = _NUM_RECENT  # proposals since such passes were: the first ones tell nothing of passes
+        self._num_unheard = _NUM_RECENT  # proposals since then, of which the first ones tell nothing of passes
         self._of_rest, self._of_drafting_rest = _Surprises(), _Surprises()
         self._num_plain: Counter[int] = Counter()  # steps that were heard, by the octave of their number of sequences
 
