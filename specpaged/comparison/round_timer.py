@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
-from statistics import median
+from statistics import fmean, median
 
 from specpaged.engine.engine import Engine
 from specpaged.engine.sequence import Sequence
@@ -17,6 +17,7 @@ from specpaged.sampling_params import SamplingParams
 DEPTHS = (0, 4, 1, 8, 2, 6, 3)  # in this order: each comes behind one that is far from it
 MOST_DEPTH = max(DEPTHS)
 _TIMED_ROUNDS = 8  # of a turn, at least
+_NUM_MEANS = 5  # of which the median counts
 
 
 class RoundTimer:
@@ -53,7 +54,9 @@ class RoundTimer:
         self.prompts = [list(prompt[-room:]) for prompt in prompts]
 
     def round_seconds(self, batch_size: int, most_rounds: int, budget: float) -> list[float] | None:
-        """[K] seconds of a round of `batch_size` sequences, K = 0 first: medians over some `budget` seconds.
+        """[K] seconds of a round of `batch_size` sequences, K = 0 first: medians of means, over some `budget` seconds.
+
+        A round in which prompt lookup finds nothing takes far less than others: of both there is a share in the mean.
 
         Contexts grow from turn to turn, and rounds with them. So depths come in their order and backwards, equally
         often, each time with new requests, and what a round takes is the mean of both: that of the mean context.
@@ -74,7 +77,7 @@ class RoundTimer:
                         return None
         finally:
             step.planner, step.most_rounds = before
-        return _between({depth: (median(forwards[depth]) + median(backwards[depth])) / 2 for depth in DEPTHS})
+        return _between({depth: (_typical(forwards[depth]) + _typical(backwards[depth])) / 2 for depth in DEPTHS})
 
     def _sweep(self, batch_size: int, depths: SequenceOf[int], seconds: dict[int, list[float]]) -> bool:
         """Time a turn of each depth; False where the batch did not stay whole."""
@@ -142,6 +145,11 @@ class RoundTimer:
 def _num_calls(most_rounds: int) -> int:
     """Of a turn, the one that is not timed among them."""
     return 1 + max(2, _TIMED_ROUNDS // most_rounds)
+
+
+def _typical(seconds: SequenceOf[float]) -> float:
+    """The median of the means of groups of every so many: few rounds that noise made long do not count."""
+    return median([fmean(seconds[i::_NUM_MEANS]) for i in range(min(_NUM_MEANS, len(seconds)))])
 
 
 def _between(timed: dict[int, float]) -> list[float]:

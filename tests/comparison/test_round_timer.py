@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from specpaged import LLM, SamplingParams
-from specpaged.comparison.round_timer import DEPTHS, RoundTimer
+from specpaged.comparison.round_timer import DEPTHS, RoundTimer, _typical
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 ENDLESS = SamplingParams(temperature=0, max_tokens=None)
@@ -69,6 +69,14 @@ def test_known_times_of_rounds_are_found_again(toy_pair, num_seqs, most_rounds, 
     assert {depth for _, depth, *_ in timed} == set(DEPTHS)
     assert all(num_rounds <= most_rounds and not decides for _, _, _, decides, num_rounds in timed)
     assert all(drafts for _, depth, drafts, *_ in timed if depth)
+
+
+def test_rounds_with_and_without_drafts_count_by_their_share_and_a_pause_does_not():
+    seconds = [1.0, 1.0, 1.0, 5.0] * 25
+    assert _typical(seconds) == pytest.approx(2.0)
+    seconds[7] = 1000.0
+    assert _typical(seconds) == pytest.approx(2.0)
+    assert _typical([3.0]) == 3.0
 
 
 def test_contexts_that_grow_make_no_depth_dearer(toy_pair):
