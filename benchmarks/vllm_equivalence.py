@@ -27,6 +27,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+FIXED = {"additional_config": {"specpaged": {"adaptive": False}}}  # else, few or no drafts where they do not pay
 # Room for 480 prompts: a second pass over more than the pool holds finds nothing.
 PREFIX_CACHE = {"enable_prefix_caching": True, "block_size": 16, "kv_cache_memory_bytes": 3 << 30}
 COMPACT = {"structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True}}
@@ -34,17 +35,19 @@ SAMPLED = {"temperature": 0.8, "seed": 7, "n": 2}
 # name -> (K, or vLLM's speculative_config), vLLM's arguments, sampling parameters, and what it is compared with
 CONFIGURATIONS: dict[str, tuple[int | dict[str, Any], dict[str, Any], dict[str, Any], str]] = {
     "plain": (0, {}, {}, "standalone"),
-    "K = 1": (1, {}, {}, "standalone"),
-    "K = 4": (4, {}, {}, "standalone"),
-    "K = 7": (7, {}, {}, "standalone"),
-    "ngram": (NGRAM, {}, {}, "standalone"),
-    "chunks of 64": (4, {"max_num_batched_tokens": 64}, {}, "standalone"),
-    "prefix cache": (4, PREFIX_CACHE, {}, "standalone"),
-    "preemption": (4, {"num_gpu_blocks_override": 160, "block_size": 16}, {}, "standalone"),
+    "K = 1": (1, FIXED, {}, "standalone"),
+    "K = 4": (4, FIXED, {}, "standalone"),
+    "K = 7": (7, FIXED, {}, "standalone"),
+    "decided": (4, {}, {}, "standalone"),
+    "ngram": (NGRAM, FIXED, {}, "standalone"),
+    "ngram, decided": (NGRAM, {}, {}, "standalone"),
+    "chunks of 64": (4, {"max_num_batched_tokens": 64} | FIXED, {}, "standalone"),
+    "prefix cache": (4, PREFIX_CACHE | FIXED, {}, "standalone"),
+    "preemption": (4, {"num_gpu_blocks_override": 160, "block_size": 16} | FIXED, {}, "standalone"),
     "sampled, plain": (0, {}, SAMPLED, "standalone, sampled"),
-    "sampled": (4, {}, SAMPLED, "sampled, plain"),
+    "sampled": (4, FIXED, SAMPLED, "sampled, plain"),
     "JSON, plain": (0, COMPACT, {"structured_outputs": SCHEMA}, "JSON, plain"),
-    "JSON": (4, COMPACT, {"structured_outputs": SCHEMA}, "JSON, plain"),
+    "JSON": (4, COMPACT | FIXED, {"structured_outputs": SCHEMA}, "JSON, plain"),
 }
 
 

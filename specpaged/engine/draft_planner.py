@@ -19,8 +19,8 @@ logger = logging.getLogger("specpaged")
 
 # Seconds that it takes to look at a proposal's outcome, and to plan; what of the time may go into each; and the steps
 # from one to the next, at the least and at the most.
-_LOOKING, _LOOKS_SELDOM = (8e-5, 0.0035), (2, 12)
-_PLANNING, _PLANS_SELDOM = (1.6e-4, 0.0032), (1, 48)
+_LOOKING, _LOOKS_SELDOM = (8e-5, 0.003), (2, 12)
+_PLANNING, _PLANS_SELDOM = (1.6e-4, 0.0028), (1, 48)
 _LONGEST_MATCH = 6  # of prompt lookup: longer ones say no more
 # Of rounds that draft, those with a proposal of their own, as long as nothing is known of that; and what the newest
 # round says of it.

@@ -8,7 +8,7 @@ from specpaged.speculation.acceptance import AcceptanceModel
 from specpaged.speculation.cost_model import CostModel
 
 LOOKING = 0.006  # of the time goes into looking whether sequences that do not draft should, beside what is in advance
-_LOOKING_HOPELESS = 0.002  # where not even drafts such as those of the best requests so far would pay
+_LOOKING_HOPELESS = 0.001  # where not even drafts such as those of the best requests so far would pay
 _CERTAIN = 4.0  # the logit of drafts that nothing is to be hoped beyond
 _MEMORY = 256  # plans that what could pay is asked for once, and as many as there were so far
 
@@ -23,10 +23,8 @@ class Prospects:
         self.acceptance = acceptance
         self._pays = pays
         self._num_plans = self._asked = 0  # so far, and when what could pay was asked anew
-        # By batch size, most drafts of one sequence, and rounds; and by the logit that is expected of the drafts, or
-        # the outcomes that there were.
+        # By batch size, most drafts of one sequence, rounds, and the logit that is expected of the drafts.
         self._paying: dict[tuple[int, int, int, int, float], bool] = {}
-        self._looking: dict[tuple[int, int, int, int, int], float] = {}
 
     def count_plan(self) -> None:
         """Another plan is made: now and then all is forgotten."""
@@ -38,7 +36,6 @@ class Prospects:
     def forget(self) -> None:
         """All is asked anew."""
         self._paying.clear()
-        self._looking.clear()
 
     def would_pay(self, num_seqs: int, expected_logit: float, most: int) -> bool:
         """Whether it would to draft for so many, if their drafts stood as expected."""
@@ -53,11 +50,5 @@ class Prospects:
         """How much time may go into looking; 0 where drafts that are next to certain would not pay."""
         if not most:
             return 0.0
-        model = self.acceptance
-        key = num_seqs, most, self.costs.plain_rounds, self.costs.drafting_rounds, model.num_outcomes
-        looking = self._looking.get(key)
-        if looking is None:
-            hopes = ((round(model.hopeful_logit, 1), LOOKING), (_CERTAIN, _LOOKING_HOPELESS))
-            shares = (share for logit, share in hopes if self.would_pay(num_seqs, logit, most))
-            looking = self._looking[key] = next(shares, 0.0)
-        return looking
+        hopes = (round(self.acceptance.hopeful_logit, 1), LOOKING), (_CERTAIN, _LOOKING_HOPELESS)
+        return next((share for logit, share in hopes if self.would_pay(num_seqs, logit, most)), 0.0)

@@ -10,6 +10,7 @@ from specpaged.speculation.cost_model import CostModel
 
 _SEVERAL = 3  # rows of a sequence
 _USES = 32  # of a table of times, until it is made anew
+_NEAR_CONTEXT = 64  # tokens, by which contexts are alike
 _USUAL_LAG = 1.25  # tokens that the drafter has not run, of a sequence that drafts in every step, in the mean
 
 
@@ -75,7 +76,7 @@ class TimesOfSteps:
             times is None
             or len(times.verify) <= num_drafts
             or times.uses >= _USES
-            or abs(context - times.context) > 32 + 0.2 * times.context
+            or abs(context - times.context) > _NEAR_CONTEXT + 0.2 * times.context
         ):
             most = max(num_drafts, batch_size if times is None else len(times.verify) - 1)
             times = self._known[key] = StepTimes.of(self.costs, batch_size, most, context)

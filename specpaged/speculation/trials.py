@@ -11,7 +11,7 @@ TRIAL_STEPS = 4
 _DOUBTS = 2.0  # standard deviations: who gains more by drafting need not ask what other steps take
 _DOUBT = 0.03  # at least, in the logarithm of speed
 _FIRST, _LATER = 16, 256  # steps that draft between two of them; twice as many after each
-_TRYING_ROWS = 0.002  # of the time, where nothing is drafted, beside what is in advance
+_TRYING_ROWS = 0.001  # of the time, where nothing is drafted, beside what is in advance
 
 
 class Trials:

@@ -56,7 +56,7 @@ def test_of_long_steps_more_are_heard_as_long_as_it_takes_little_of_the_time(mon
 
 
 @pytest.mark.parametrize(
-    ("seconds", "planned", "looked"), [(1e-5, 1 / 48, 1 / 12), (1.27e-3, 1 / 40, 1 / 12), (1e-2, 1 / 6, 1 / 3)]
+    ("seconds", "planned", "looked"), [(1e-5, 1 / 48, 1 / 12), (1.45e-3, 1 / 40, 1 / 12), (1e-2, 1 / 6, 1 / 3)]
 )
 def test_in_short_steps_plans_and_outcomes_are_asked_for_seldom(monkeypatch, seconds, planned, looked):
     now, num_plans, num_looks = 0.0, 0, 0
