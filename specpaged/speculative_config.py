@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -10,10 +11,16 @@ from specpaged.checks import check_choice, check_int
 from specpaged.config import DTYPES, NUMERICS
 
 MAX_ADAPTIVE_DRAFT_TOKENS = 8  # that an adaptive drafter goes deep, where a user names no maximum
-METHODS = ("draft_model", "ngram")
+METHODS = ("draft_model", "ngram", "suffix")
 SELECTIONS = ("adaptive", "tetris")
 VERIFICATIONS = ("greedy", "coupled", "rejection")
 DEFAULT_PROMPT_LOOKUP = 5  # as in vLLM
+SUFFIX_DECODING = {  # as in vLLM; a share is any number from 0 on, and at most what is said beside it
+    "suffix_decoding_max_tree_depth": (24, 1),
+    "suffix_decoding_max_cached_requests": (10_000, 0),
+    "suffix_decoding_max_spec_factor": (1.0, math.inf),
+    "suffix_decoding_min_token_prob": (0.1, 1.0),
+}
 DEFAULT_TETRIS_EXTRA = 2
 
 # K by the number of running sequences, [first, last, K], by device, where a user says nothing and nothing is decided
@@ -31,6 +38,10 @@ class SpeculativeConfig:
 
     `method` "ngram" is prompt lookup: no model drafts, and the last `prompt_lookup_max` tokens, or fewer, down to
     `prompt_lookup_min`, are looked for in what came before (5 by default; one of them said alone serves for both).
+    "suffix" is suffix decoding: no model, either; the longest suffixes, of at most `suffix_decoding_max_tree_depth`
+    tokens, are looked for in the sequence's own text and in outputs of `suffix_decoding_max_cached_requests` others,
+    and behind m tokens come at most m * `suffix_decoding_max_spec_factor` of those that are counted there as likely as
+    `suffix_decoding_min_token_prob`, all together.
     `numerics` is the draft's own: only the target decides tokens, so a fast draft costs nothing in exactness; nor does
     `kv_cache_dtype`, what its keys and values are stored as ("auto": in the dtype of its arithmetic).
     `num_speculative_tokens` is K at every batch size; with "auto", the default, it is decided in every step, from
@@ -52,18 +63,22 @@ class SpeculativeConfig:
     verification: str = "coupled"
     prompt_lookup_min: int | None = None
     prompt_lookup_max: int | None = None
+    suffix_decoding_max_tree_depth: int | None = None
+    suffix_decoding_max_cached_requests: int | None = None
+    suffix_decoding_max_spec_factor: float | None = None
+    suffix_decoding_min_token_prob: float | None = None
     selection: str = "adaptive"
     tetris_extra_proposals: int | None = None
 
     def __post_init__(self) -> None:
         check_choice("speculative_config['method']", self.method, METHODS)
-        self._check_prompt_lookup()
+        self._check_lookup()
         check_choice("speculative_config['numerics']", self.numerics, NUMERICS)
         check_choice("speculative_config['kv_cache_dtype']", self.kv_cache_dtype, DTYPES)
-        if self.method == "ngram" and self.kv_cache_dtype != "auto":
+        if self.method != "draft_model" and self.kv_cache_dtype != "auto":
             raise ValueError(
                 f"speculative_config['kv_cache_dtype']={self.kv_cache_dtype!r} is for method 'draft_model'; method "
-                "'ngram' has no KV"
+                f"{self.method!r} has no KV"
             )
         check_choice("speculative_config['verification']", self.verification, VERIFICATIONS)
         if self.num_speculative_tokens not in (None, "auto"):
@@ -109,20 +124,37 @@ class SpeculativeConfig:
             object.__setattr__(self, "tetris_extra_proposals", DEFAULT_TETRIS_EXTRA)
         check_int("speculative_config['tetris_extra_proposals']", self.tetris_extra_proposals, 0)
 
+    def _check_lookup(self) -> None:
+        for name in ("prompt_lookup_min", "prompt_lookup_max", *SUFFIX_DECODING):
+            method = "suffix" if name in SUFFIX_DECODING else "ngram"
+            if method != self.method and getattr(self, name) is not None:
+                raise ValueError(
+                    f"speculative_config[{name!r}]={getattr(self, name)!r} is for method {method!r} alone; "
+                    f"method={self.method!r}"
+                )
+        if self.method != "draft_model" and self.model is not None:
+            raise ValueError(
+                f"speculative_config['model']={self.model!r} is for method 'draft_model'; method {self.method!r} has "
+                "none"
+            )
+        if self.method == "ngram":
+            self._check_prompt_lookup()
+        elif self.method == "suffix":
+            self._check_suffix_decoding()
+
+    def _check_suffix_decoding(self) -> None:
+        for name, (default, bound) in SUFFIX_DECODING.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, default)
+            value = getattr(self, name)
+            if isinstance(default, int):
+                check_int(f"speculative_config[{name!r}]", value, bound)
+            elif isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= bound:
+                allowed = "0 or more" if bound == math.inf else f"0 to {bound:g}"
+                raise ValueError(f"speculative_config[{name!r}]={value!r} must be a number; allowed: {allowed}")
+
     def _check_prompt_lookup(self) -> None:
         names = ("prompt_lookup_min", "prompt_lookup_max")
-        if self.method != "ngram":
-            for name in names:
-                if getattr(self, name) is not None:
-                    raise ValueError(
-                        f"speculative_config[{name!r}]={getattr(self, name)!r} is for method 'ngram' alone; "
-                        f"method={self.method!r}"
-                    )
-            return
-        if self.model is not None:
-            raise ValueError(
-                f"speculative_config['model']={self.model!r} is for method 'draft_model'; method 'ngram' has none"
-            )
         low, high = self.prompt_lookup_min, self.prompt_lookup_max
         for name, value, other in zip(names, (low, high), (high, low), strict=True):
             if value is None:

@@ -20,6 +20,15 @@ def get_drafter(
         from specpaged.drafting.ngram import NgramDrafter
 
         return NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max)
+    if config.method == "suffix":
+        from specpaged.drafting.suffix import SuffixDrafter
+
+        return SuffixDrafter(
+            config.suffix_decoding_max_tree_depth,
+            config.suffix_decoding_max_cached_requests,
+            config.suffix_decoding_max_spec_factor,
+            config.suffix_decoding_min_token_prob,
+        )
     from specpaged.drafting.draft_model import DraftModelDrafter
 
     return DraftModelDrafter(draft, vocab_size, max_num_batched_tokens, with_probs=config.verification == "rejection")

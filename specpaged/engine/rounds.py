@@ -58,15 +58,13 @@ def run_rounds(step: SpeculativeStep, entries: SequenceOf[ScheduledSequence]) ->
     if may_draft and in_rounds is None:
         return None
     reserved = step.reserve_rounds(sequences, num_rounds + goes_on, wanted)
-    looks_up = isinstance(in_rounds, Lookup)
-    rows = [_row(entry, k, most, looks_up) for entry, (k, most) in zip(entries, reserved, strict=True)]
+    lookup = in_rounds if isinstance(in_rounds, Lookup) else None
+    rows = [_row(entry, k, most, lookup) for entry, (k, most) in zip(entries, reserved, strict=True)]
     drafting = [row for row in rows if row.num_draft_tokens]
     if stop_rule is not None and len(stop_rule.leads) != len(drafting):
         return None  # somebody has no room: it is not for them
-    draft = lookup = None
-    if drafting and looks_up:
-        lookup = in_rounds
-    elif drafting:
+    draft = None
+    if drafting and lookup is None:
         draft = in_rounds
         most_tokens = max([len(row.token_ids) for row in drafting])
         if most_tokens > _FAR_BEHIND or not draft.runs_greedy(most_tokens * len(drafting)):
@@ -74,18 +72,16 @@ def run_rounds(step: SpeculativeStep, entries: SequenceOf[ScheduledSequence]) ->
     longest = max([max(len(row.draft), row.num_draft_tokens) for row in rows])
     if not step.target.runs_greedy(len(rows) * (1 + longest)):
         return None
-    rounds = step.target.rounds(rows, step.vocab_size, num_rounds, draft, stop_rule, lookup, goes_on)
+    rounds = step.target.rounds(rows, step.vocab_size, num_rounds, draft, stop_rule, goes_on)
     rounds.num_wanted = [num_draft_tokens for num_draft_tokens, _ in reserved]
     return rounds if rounds.num_rounds else None
 
 
-def _row(entry: ScheduledSequence, num_draft_tokens: int, most_tokens: int, looks_up: bool) -> DecodingRow:
+def _row(entry: ScheduledSequence, num_draft_tokens: int, most_tokens: int, lookup: Lookup | None) -> DecodingRow:
     sequence, start, draft = entry.sequence, entry.context_len, entry.draft.token_ids
     table = sequence.page_table
     draft_context_len = start
-    if looks_up and num_draft_tokens:
-        start = draft_context_len = 0  # it looks at all of them
-    elif len(table.context_lens) > DRAFT:
+    if len(table.context_lens) > DRAFT:
         draft_context_len = min(table.context_lens[DRAFT], sequence.num_tokens + len(draft))  # of a draft that was cut
         if num_draft_tokens:
             start = min(start, draft_context_len)
@@ -100,6 +96,7 @@ def _row(entry: ScheduledSequence, num_draft_tokens: int, most_tokens: int, look
         max(most_tokens, len(draft) + 1),
         sequence.stop_ids if sequence.stop_checker is None else sequence.stop_checker.stop_ids,
         table.entries,
+        lookup.address(sequence, sequence.token_ids) if lookup is not None and num_draft_tokens else 0,
     )
 
 
@@ -148,17 +145,23 @@ def commit_rounds(step: SpeculativeStep, scored: ScoredStep) -> None:
 
 def _tell_outcomes(step: SpeculativeStep, scored: ScoredStep) -> None:
     """Of the drafts that were made within these rounds: what is known of them has come along."""
-    looks_up = isinstance(step.drafter.in_rounds, Lookup)
+    tells_lengths = _tells_lengths(step)
     for of_round in scored.rounds.rounds[1:]:
         for entry, drafts, left_out, evidence, token_ids in zip(
             scored.entries, of_round.drafts, of_round.left_out, of_round.evidence, of_round.token_ids, strict=True
         ):
             if evidence:
-                step.planner.told(entry.sequence, _draft(drafts + left_out, evidence, looks_up), token_ids)
+                step.planner.told(entry.sequence, _draft(drafts + left_out, evidence, tells_lengths), token_ids)
 
 
-def _draft(token_ids: list[int], evidence: list[float], looks_up: bool) -> Draft:
-    if looks_up:
+def _tells_lengths(step: SpeculativeStep) -> bool:
+    """Whether what is known of drafts that were made in a call is how long a match they had."""
+    in_rounds = step.drafter.in_rounds
+    return isinstance(in_rounds, Lookup) and in_rounds.evidence_is_length
+
+
+def _draft(token_ids: list[int], evidence: list[float], tells_lengths: bool) -> Draft:
+    if tells_lengths:
         return Draft(token_ids, num_matched=int(evidence[0]))
     return Draft(token_ids, evidence)
 
@@ -226,10 +229,10 @@ def propose_waiting(step: SpeculativeStep, scored: ScoredStep) -> bool:
     if rounds is None or not rounds.drafts_wait:
         return False
     if rounds.num_drafted_ahead:
-        looks_up = isinstance(step.drafter.in_rounds, Lookup)
+        tells_lengths = _tells_lengths(step)
         for entry, (token_ids, evidence) in zip(scored.entries, rounds.waiting(), strict=True):
             if token_ids and not entry.sequence.has_ended:
-                entry.sequence.draft = _draft(token_ids, evidence, looks_up)
+                entry.sequence.draft = _draft(token_ids, evidence, tells_lengths)
         step.metrics.proposed_tokens += rounds.num_drafted_ahead
     if step.planner is not None:
         step.planner.went_on(scored.num_rounds)

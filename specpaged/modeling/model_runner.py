@@ -21,7 +21,7 @@ from specpaged.modeling.forward_output import (
 )
 from specpaged.modeling.loaded_model import LoadedModel
 from specpaged.modeling.ragged_batch import RaggedBatch, RaggedRow
-from specpaged.modeling.rounds import DecodingRow, Lookup, Rounds
+from specpaged.modeling.rounds import DecodingRow, Rounds
 from specpaged.paging.kv_cache import KVCache
 from specpaged.speculation.stop_rule import StopRule
 
@@ -122,13 +122,12 @@ class ModelRunner:
         num_rounds: int,
         draft: ModelRunner | None = None,
         stop_rule: StopRule | None = None,
-        lookup: Lookup | None = None,
         goes_on: bool = False,
     ) -> Rounds:
         """Rounds of these sequences by the most likely tokens, of the first num_ids ids, in one call.
 
-        In front of each but the first `draft` drafts for the rows that want drafts, or `lookup` does, of a row all of
-        whose tokens have to be there; by a `stop_rule` of these rows, if there is one, which also leaves out drafts.
+        In front of each but the first `draft` drafts for the rows that want drafts, or each one's own `lookup` does, to
+        which what comes is added; by a `stop_rule` of these rows, if there is one, which also leaves out drafts.
         Rounds are fewer than `num_rounds` where a sequence ends, with the one in which it does, and where a row has no
         most likely token, before that round.
         Only where both models run greedily.
@@ -136,7 +135,7 @@ class ModelRunner:
         self._check_threads()
         drafting = None if draft is None else (draft.model.decoder, draft.kv_cache)
         decoder = self.model.decoder
-        return decoder.rounds(rows, self.kv_cache, num_ids, num_rounds, drafting, stop_rule, lookup, goes_on)
+        return decoder.rounds(rows, self.kv_cache, num_ids, num_rounds, drafting, stop_rule, goes_on)
 
     def _check_threads(self) -> None:
         model = self.model

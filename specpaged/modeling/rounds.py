@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ class DecodingRow(NamedTuple):
     most_tokens: int  # that may come: 1 at least, and more than are pending; slots reach up to the last but one
     stop_ids: Sequence[int]  # that end it
     blocks: Sequence[int]
+    lookup: int = 0  # the address of an index of all its known tokens, which drafts where no model does; 0: none
 
 
 class Round(NamedTuple):
@@ -132,8 +134,14 @@ class Rounds:
         return rounds
 
 
-class Lookup(NamedTuple):
-    """Drafting without a model, by what followed the last n tokens before: see drafting.ngram."""
+class Lookup(ABC):
+    """Drafting without a model, by an index of each sequence's tokens, which is a C++ object: see lookup.h.
 
-    shortest: int
-    longest: int
+    What is known of its drafts is the length of a match, or how likely each one is, as a logarithm.
+    """
+
+    evidence_is_length: bool
+
+    @abstractmethod
+    def address(self, sequence: Hashable, token_ids: Sequence[int]) -> int:
+        """Of the sequence's index, which holds all its known tokens, these; it lives as long as nobody forgets it."""

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 
 from vllm.engine.arg_utils import EngineArgs
 
+from specpaged.speculative_config import SUFFIX_DECODING
+
 # What the worker does, or refuses by value when it starts.
 _THE_WORKERS = """
     additional_config block_size device_ids dtype enable_prefix_caching enforce_eager gpu_memory_utilization
@@ -35,7 +37,7 @@ _VLLMS = """
 SERVED = frozenset(_THE_WORKERS.split() + _VLLMS.split())
 SPECULATIVE = (
     "method", "model", "num_speculative_tokens", "num_speculative_tokens_per_batch_size", "prompt_lookup_min",
-    "prompt_lookup_max",
+    "prompt_lookup_max", *SUFFIX_DECODING,
 )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from vllm.config import VllmConfig
 
 from specpaged.checks import check_choice
 from specpaged.config import ATTENTION_BACKENDS, DTYPES, MODEL_IMPLS, NUMERICS, EngineConfig
-from specpaged.speculative_config import METHODS, SpeculativeConfig
+from specpaged.speculative_config import METHODS, SUFFIX_DECODING, SpeculativeConfig
 
 LOAD_FORMATS = ("auto", "hf", "safetensors")
 # Keys of `--additional-config '{"specpaged": {...}}'`.
@@ -55,6 +55,8 @@ def engine_config(vllm_config: VllmConfig, device: str) -> EngineConfig:
         of_method = {"model": asked.model}
         if asked.method == "ngram":
             of_method = {"prompt_lookup_min": asked.prompt_lookup_min, "prompt_lookup_max": asked.prompt_lookup_max}
+        elif asked.method == "suffix":
+            of_method = {name: getattr(asked, name) for name in SUFFIX_DECODING}
         else:
             of_method |= of_draft
         if is_adaptive and not asked.num_speculative_tokens_per_batch_size:

@@ -9,10 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specpaged import LLM, SamplingParams, SpeculativeConfig
+from specpaged.drafting import ngram
 from specpaged.drafting.base import DraftRow
-from specpaged.drafting.ngram import NgramDrafter, lookup
+from specpaged.drafting.ngram import NgramDrafter, NgramIndexes
 from specpaged.sampling.batch import SamplingBatch
 from specpaged.sampling.request import SamplingRequest
+from specpaged_kernels.cpu.ngram_index import NgramIndex, ngram_ref
 from tests import toys
 
 A, B, C, D = range(4)
@@ -20,7 +22,14 @@ CONFIG = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1
 
 
 def test_the_worked_example_of_the_docstring():
-    assert lookup([A, B, C, D, A, B], 2, 2, 5) == ([C, D, A, B, C], 2)
+    assert ngram_ref([A, B, C, D, A, B], 2, 2, 5) == ([C, D, A, B, C], 2)
+
+
+def told(found):
+    """Of drafts, with what is known of each: the drafts, and the n that all of them have."""
+    token_ids, evidence = found
+    assert len(set(evidence)) == bool(token_ids)
+    return token_ids, int(evidence[0]) if evidence else 0
 
 
 def lookup_slowly(token_ids, shortest, longest, count):
@@ -43,14 +52,47 @@ def lookup_slowly(token_ids, shortest, longest, count):
 def test_the_longest_match_nearest_to_the_end_is_taken(token_ids, shortest, more, count):
     """Ids whose bytes look alike across tokens."""
     expected = lookup_slowly(token_ids, shortest, shortest + more, count)
-    assert lookup(token_ids, shortest, shortest + more, count) == expected
+    assert ngram_ref(token_ids, shortest, shortest + more, count) == expected
 
 
-def test_each_request_gets_as_many_drafts_as_its_row_asks_for():
+@given(
+    texts=st.lists(st.lists(st.integers(-1, 2), max_size=60), max_size=6),
+    shortest=st.integers(1, 3),
+    more=st.integers(0, 3),
+    count=st.integers(1, 9),
+)
+def test_an_index_of_a_text_that_grows_finds_what_is_found_in_all_of_it(texts, shortest, more, count):
+    """Whatever comes at once; and with a text that is another one, or shorter than it was, it begins anew."""
+    indexes, known = NgramIndexes(shortest, shortest + more), []
+    for text in texts:
+        known += text
+        expected = ngram_ref(known, shortest, shortest + more, count)
+        for further in range(0, len(text) + 1, 7):
+            first = len(known) - further
+            assert told(indexes.up_to_date("one", known[:first], known[first:]).find((), count)) == expected
+        shorter = known[: len(known) // 2]
+        assert indexes.up_to_date("another", shorter).num_tokens == len(shorter)
+    indexes.forget("one")
+    assert indexes.up_to_date("one", [A, B]).num_tokens == 2
+
+
+def test_of_a_long_text_an_index_finds_every_place():
+    """Of so many n-grams that its tables have grown several times."""
+    index, known = NgramIndex(2, 4), [i * i % 1009 for i in range(3000)]
+    for i in range(0, len(known), 250):
+        index.append(known[i : i + 250])
+    for last in ([5, 5, 5], known[500:503], [7, *known[2000:2002]], known[-4:]):
+        known += last
+        assert told(index.find(last, 6)) == ngram_ref(known, 2, 4, 6)
+
+
+@pytest.mark.parametrize("has_library", [True, False])
+def test_each_request_gets_as_many_drafts_as_its_row_asks_for(monkeypatch, has_library):
     """In any order of the rows; output tokens are looked at, too."""
+    monkeypatch.setattr(ngram, "why_no_indexes", lambda: None if has_library else "there is no compiler")
     params = SamplingParams(temperature=0)
     requests = [SamplingRequest(params, 0, [A, B, C, D], [A, B]), SamplingRequest(params, 0, [A], [B])]
-    rows = [DraftRow(None, (), 0, (), 2, 1), DraftRow(None, (), 0, (), 3, 0)]
+    rows = [DraftRow("b", (), 0, (), 2, 1), DraftRow("a", (), 0, (), 3, 0)]
     drafts = NgramDrafter(1, 2).propose(rows, SamplingBatch(requests, 4, "cpu"))
     assert [list(draft.token_ids) for draft in drafts] == [[C, D, A], []]
     assert [draft.num_matched for draft in drafts] == [2, 0]

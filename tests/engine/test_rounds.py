@@ -10,12 +10,13 @@ import torch
 from specpaged import LLM, SamplingParams
 from specpaged.drafting.draft import Draft
 from specpaged.drafting.draft_model import DraftModelDrafter
-from specpaged.drafting.ngram import NgramDrafter, lookup
+from specpaged.drafting.ngram import NgramDrafter
 from specpaged.engine.draft_planner import evidence_of
 from specpaged.engine.rounds import _tell_outcomes
-from specpaged.modeling.rounds import DecodingRow, Lookup, Round
+from specpaged.modeling.rounds import DecodingRow, Round
 from specpaged.paging.page_table import DRAFT, TARGET
 from specpaged.speculation.stop_rule import StopRule
+from specpaged_kernels.cpu.ngram_index import NgramIndex, ngram_ref
 from tests import toys
 from tests.engine.test_engine import GREEDY
 
@@ -216,12 +217,14 @@ def test_a_lookup_in_rounds_finds_what_the_drafter_does(toy_pair, row_tokens):
     runner = empty_runner(toy_pair)
     rule = None if row_tokens is None else StopRule(1.0, [1.0], [0.0], [0.0], row_tokens, 0.0)
     known = [5, 6, 7, 5, 6, 8, 5, 6]
-    row = DecodingRow(known, 0, 0, [], 3, 40, (), list(range(1, 7)))
+    index = NgramIndex(1, 3)
+    index.append(known)
+    row = DecodingRow(known, 0, 0, [], 3, 40, (), list(range(1, 7)), index.address)
     num_found = num_kept = 0
-    for i, of_round in enumerate(runner.rounds([row], 90, 12, lookup=Lookup(1, 3), stop_rule=rule).rounds):
+    for i, of_round in enumerate(runner.rounds([row], 90, 12, stop_rule=rule).rounds):
         if i > 0:  # the host's drafts are the first round's
             num_left = 40 - (len(known) - 8)
-            token_ids, num_matched = lookup(known, 1, 3, min(3, num_left - 1))
+            token_ids, num_matched = ngram_ref(known, 1, 3, min(3, num_left - 1))
             assert of_round.num_drafted == len(token_ids)
             num_found += len(token_ids)
             all_ids = token_ids
@@ -232,6 +235,8 @@ def test_a_lookup_in_rounds_finds_what_the_drafter_does(toy_pair, row_tokens):
             assert of_round.evidence[0] == [num_matched] * len(token_ids + of_round.left_out[0])
             num_kept += len(token_ids)
         known = [*known, *of_round.token_ids[0]]
+    assert index.num_tokens == len(known)
+    assert index.find((), 5)[0] == ngram_ref(known, 1, 3, 5)[0]
     assert num_found
     assert (num_kept < num_found) == (rule is not None)
 

@@ -2,3 +2,7 @@
 
 #include "rounds.cpp"
 #include "sampling.cpp"
+
+#include "lookup.cpp"
+#include "ngram_index.cpp"
+#include "suffix_index.cpp"

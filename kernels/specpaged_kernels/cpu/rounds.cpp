@@ -17,6 +17,7 @@
 #include <chrono>
 
 #include "greedy.cpp"
+#include "lookup.h"
 
 namespace {
 
@@ -31,27 +32,7 @@ struct Model {
     void* const* pools;
 };
 
-// Drafting without a model: what followed the last n tokens the last time that they stood there. See drafting/ngram.py.
-struct Lookup {
-    int64_t shortest, longest;  // n, of which the largest is taken
-
-    // So many tokens that follow, into drafts; n, or 0 where nothing is found.
-    int64_t find(const std::vector<int64_t>& tokens, int64_t count, std::vector<int64_t>* drafts) const {
-        const int64_t size = int64_t(tokens.size());
-        for (int64_t n = std::min(longest, size - 1); n >= shortest; --n) {
-            const int64_t* const last = tokens.data() + size - n;
-            for (int64_t place = size - n - 1; place >= 0; --place) {
-                if (!std::equal(last, last + n, tokens.data() + place)) continue;
-                const int64_t start = place + n, period = size - start;
-                for (int64_t i = 0; i < count; ++i) drafts->push_back(tokens[size_t(start + i % period)]);
-                return n;
-            }
-        }
-        return 0;
-    }
-};
-
-// In ints one after the other: these eight, its last known tokens, its drafts, its stop ids, its blocks.
+// In ints one after the other: these nine, its last known tokens, its drafts, its stop ids, its blocks.
 struct Decoding {
     int64_t num_known;      // of the tokens that come along, those from `start` on, which some model has not run
     int64_t start;          // the position of the first one; the target has run all of them but the last
@@ -60,6 +41,7 @@ struct Decoding {
     int64_t num_wanted;     // drafts, for each further round
     int64_t most;           // tokens that may come, 1 at least: slots reach up to the last but one
     int64_t num_stop_ids, num_blocks;
+    Lookup* index;  // its address: of all known tokens, to which those that come are added; it drafts if no model does
 
     std::vector<int64_t> known, drafts;
     std::vector<float> evidence;  // of each draft, if they were made here, and of the one that was left out
@@ -79,11 +61,12 @@ struct Decoding {
 };
 
 inline int read_decoding(const int64_t* ints, int64_t num_ints, int64_t num_seqs, std::vector<Decoding>* sequences) {
-    constexpr int64_t HEAD = 8;
+    constexpr int64_t HEAD = 9;
     const int64_t* const end = ints + num_ints;
     for (int64_t seq = 0; seq < num_seqs; ++seq) {
         if (end - ints < HEAD) return TOKEN_IDS;
-        Decoding s = {ints[0], ints[1], ints[2], ints[3], ints[4], ints[5], ints[6], ints[7], {}, {}, {}, {}, {}, {}};
+        Decoding s = {ints[0], ints[1], ints[2], ints[3], ints[4], ints[5], ints[6], ints[7],
+                      (Lookup*)ints[8], {}, {}, {}, {}, {}, {}};
         ints += HEAD;
         if (s.num_known < 1 || s.num_known > end - ints) return TOKEN_IDS;
         s.known.assign(ints, ints + s.num_known);
@@ -107,9 +90,9 @@ inline int read_decoding(const int64_t* ints, int64_t num_ints, int64_t num_seqs
 
 class Rounds {
 public:
-    Rounds(const Model& target, const Model* draft, const StopRule* rule, const Lookup* lookup, int64_t num_ids,
+    Rounds(const Model& target, const Model* draft, const StopRule* rule, int64_t num_ids,
            std::vector<Decoding>* sequences)
-        : target_(target), draft_(draft), rule_(rule), lookup_(lookup), num_ids_(num_ids), sequences_(*sequences) {
+        : target_(target), draft_(draft), rule_(rule), num_ids_(num_ids), sequences_(*sequences) {
         // The rule's rows are those of all who want drafts; else it was made for others.
         int64_t num_wanting = 0;
         for (const Decoding& s : sequences_) num_wanting += s.num_wanted > 0;
@@ -172,8 +155,9 @@ public:
     bool has_one_ended() const {
         return std::any_of(sequences_.begin(), sequences_.end(), [](const Decoding& s) { return s.has_ended; });
     }
-    bool wants_drafts() const {
-        return std::any_of(sequences_.begin(), sequences_.end(), [](const Decoding& s) { return s.num_wanted > 0; });
+    bool wants_drafts_of_nobody() const {
+        return std::any_of(sequences_.begin(), sequences_.end(),
+                           [](const Decoding& s) { return s.num_wanted > 0 && !s.index; });
     }
     // Drafts for the round that would be next, of those who go on. Where that fails, there are none.
     int draft_ahead() {
@@ -193,12 +177,14 @@ public:
 private:
     int make_drafts() {
         const auto num_useful = [](const Decoding& s) { return std::min(s.num_wanted, s.most - 1); };
-        if (lookup_) {
-            for (Decoding& s : sequences_)
-                if (num_useful(s) > 0) {
-                    const int64_t matched = lookup_->find(s.known, num_useful(s), &s.drafts);
-                    s.evidence.assign(s.drafts.size(), float(matched));
-                }
+        if (!draft_) {
+            for (Decoding& s : sequences_) {
+                if (num_useful(s) < 1) continue;
+                s.drafts.resize(size_t(num_useful(s)));
+                s.evidence.resize(s.drafts.size());
+                s.drafts.resize(size_t(s.index->find(num_useful(s), s.drafts.data(), s.evidence.data())));
+                s.evidence.resize(s.drafts.size());
+            }
             return OK;
         }
         std::vector<Decoding*> drafting;
@@ -242,7 +228,7 @@ private:
     size_t num_worth(const Decoding& s) const {
         double chance = 1.0;
         for (size_t i = 0; i < s.drafts.size(); ++i) {
-            const double x = lookup_ ? std::min(double(s.evidence[i]), 6.0) - 3.0 : logit(double(s.evidence[i]));
+            const double x = s.index ? s.index->logit_of(s.evidence[i]) : logit(double(s.evidence[i]));
             chance *= rule_->chance(s.rule_row, int64_t(i), x);
             if (!(chance >= rule_->row_tokens)) return i;
         }
@@ -261,6 +247,7 @@ private:
         s->evidence.resize(s->drafts.size() + s->left_out.size());  // the host keeps that of its own drafts
         s->evidence_of_told.insert(s->evidence_of_told.end(), s->evidence.begin(), s->evidence.end());
         drop_drafts(s);
+        if (s->index) s->index->append(found_ids, count);
         for (int64_t i = 0; i < count; ++i) {
             s->known.push_back(found_ids[i]);
             s->has_ended |= std::count(s->stop_ids, s->stop_ids + s->num_stop_ids, found_ids[i]) > 0;
@@ -296,7 +283,6 @@ private:
     const Model& target_;
     const Model* draft_;
     const StopRule* rule_;
-    const Lookup* lookup_;
     int64_t num_ids_;
     std::vector<Decoding>& sequences_;
     std::vector<int64_t> ints_, token_ids_;
@@ -367,21 +353,19 @@ private:
 
 // As many rounds as `num_rounds`, or fewer: up to the one in which a sequence ends, or before one in which a row has no
 // most likely token. Nobody wants drafts, or `draft` makes them, with a rule if there is one, for those that want
-// drafts, or, with a `longest` above 0, a Lookup. If the host `goes_on`, those of the round that would be next are made
+// drafts, or each one's index. If the host `goes_on`, those of the round that would be next are made
 // as well, for the sequences that have not ended. Written are `num_done`; what rounds come to, as Found says, into
 // `found` and `beside` [room], of which `num_written` are ints; and `seconds` [num_rounds + 1, 2] of the target's passes
 // and of the drafting before them. Returns a Status: of what the first round lacks.
-extern "C" int rounds(const Model* target, const Model* draft, const StopRule* rule, int64_t shortest, int64_t longest,
-                      int64_t num_ids, int64_t num_rounds, int64_t goes_on, const int64_t* ints, int64_t num_ints,
-                      int64_t num_seqs, int64_t* found, float* beside, int64_t room, double* seconds, int64_t* num_done,
-                      int64_t* num_written) {
+extern "C" int rounds(const Model* target, const Model* draft, const StopRule* rule, int64_t num_ids, int64_t num_rounds,
+                      int64_t goes_on, const int64_t* ints, int64_t num_ints, int64_t num_seqs, int64_t* found,
+                      float* beside, int64_t room, double* seconds, int64_t* num_done, int64_t* num_written) {
     return guarded([&]() -> int {
         std::vector<Decoding> sequences;
         const int status = read_decoding(ints, num_ints, num_seqs, &sequences);
         if (status != OK) return status;
-        const Lookup lookup = {std::max<int64_t>(1, shortest), longest};
-        Rounds rounds(*target, draft, rule, longest > 0 ? &lookup : nullptr, num_ids, &sequences);
-        if (!draft && longest < 1 && rounds.wants_drafts()) return CONTEXT_LENS;
+        Rounds rounds(*target, draft, rule, num_ids, &sequences);
+        if (!draft && rounds.wants_drafts_of_nobody()) return CONTEXT_LENS;
         const auto timed = [](double* taken, auto&& run) {
             const auto start = std::chrono::steady_clock::now();
             const int status = run();

@@ -23,7 +23,7 @@ def function() -> object:
         POINTER,
         POINTER,
         POINTER,
-        *[SIZE] * 5,
+        *[SIZE] * 3,
         POINTER,
         SIZE,
         SIZE,

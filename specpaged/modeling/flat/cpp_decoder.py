@@ -20,7 +20,7 @@ from specpaged.modeling.flat.row_wise import CppGate
 from specpaged.modeling.forward_output import ForwardOutput, ForwardRequest, GreedyTokens, HiddenStates
 from specpaged.modeling.linear import CPP_ROWS, CppKernel, FastLinear, RowExactLinear
 from specpaged.modeling.ragged_batch import RaggedBatch, RaggedRow
-from specpaged.modeling.rounds import DecodingRow, Lookup, Rounds
+from specpaged.modeling.rounds import DecodingRow, Rounds
 from specpaged.paging.kv_cache import PagedKVCache
 from specpaged.speculation.stop_rule import StopRule
 from specpaged_kernels.cpu import decoder as kernel
@@ -160,17 +160,18 @@ class CppDecoder(nn.Module):
         num_rounds: int,
         draft: tuple[CppDecoder, PagedKVCache] | None,
         stop_rule: StopRule | None,
-        lookup: Lookup | None,
         goes_on: bool,
     ) -> Rounds:
         """What ModelRunner.rounds says."""
         ints: list[int] = []
         num_seqs = len(rows)
         room = 2 + num_rounds + num_seqs * (3 + 3 * num_rounds)
-        for token_ids, start, draft_context_len, drafts, num_draft_tokens, most_tokens, stop_ids, blocks in rows:
+        for (
+            token_ids, start, draft_context_len, drafts, num_draft_tokens, most_tokens, stop_ids, blocks, lookup
+        ) in rows:  # fmt: skip
             ints += (
                 len(token_ids), start, draft_context_len, len(drafts), num_draft_tokens, most_tokens, len(stop_ids),
-                len(blocks),
+                len(blocks), lookup,
             )  # fmt: skip
             ints += token_ids
             ints += drafts
@@ -184,10 +185,9 @@ class CppDecoder(nn.Module):
         target = self._model(kv_cache)
         drafting = None if draft is None else draft[0]._model(draft[1])
         rule = None if stop_rule is None else _stop_rule(stop_rule)
-        shortest, longest = (0, 0) if lookup is None else lookup
         status = rounds_kernel.function()(
             ctypes.addressof(target), None if drafting is None else ctypes.addressof(drafting),
-            None if rule is None else ctypes.addressof(rule), shortest, longest, num_ids, num_rounds, goes_on,
+            None if rule is None else ctypes.addressof(rule), num_ids, num_rounds, goes_on,
             asked.buffer_info()[0], len(asked), num_seqs, found.buffer_info()[0], beside.buffer_info()[0], room,
             seconds.buffer_info()[0], ctypes.addressof(num_done), ctypes.addressof(num_written),
         )  # fmt: skip
