@@ -77,11 +77,13 @@ class DraftPlanner:
         ]
         self._expect_rounds(sequences)
         age, self._age, self._sequences = self._age, 0, list(sequences)
+        too_early = max(0, self._good_for - age)  # steps: somebody has come
         self._plan = ask(self.controller.plan, candidates, age, otherwise=Plan([0] * len(sequences)))
         self._plan_again = replace(self._plan, looks_back=())
         self._good_for = self._plan.num_steps
         if not self._plan.is_trial and self.clock.num_steps > OFTEN:
-            self._good_for = max(self._good_for, num_rounds * self.clock.every(_PLANNING, _PLANS_SELDOM))
+            seldom = num_rounds * self.clock.every(_PLANNING, _PLANS_SELDOM)
+            self._good_for = max(self._good_for, seldom + min(seldom, too_early))
         return self._plan
 
     def rounds(self, sequences: SequenceOf[Sequence]) -> tuple[int, list[int], StopRule | None, bool]:

@@ -10,6 +10,7 @@ from typing_extensions import override
 from specpaged.speculation.acceptance import AcceptanceModel, RequestAcceptance
 from specpaged.speculation.controller import Candidate, MeasuringController, Plan
 from specpaged.speculation.cost_model import CostModel
+from specpaged.speculation.decisions import Decision, Decisions
 from specpaged.speculation.looks import Looks
 from specpaged.speculation.prospects import LOOKING, Prospects
 from specpaged.speculation.selecting import Selecting
@@ -52,6 +53,7 @@ class AdaptiveController(MeasuringController):
         self.by_evidence = by_evidence
         self.acceptance = AcceptanceModel()
         self.prospects = Prospects(costs, self.acceptance, lambda chances: any(self._depths(chances).counts))
+        self.decisions = Decisions()
         self.selecting = Selecting()
         self._times = TimesOfSteps(costs)
         self._requests: dict[Hashable, RequestAcceptance] = {}
@@ -67,6 +69,7 @@ class AdaptiveController(MeasuringController):
             self._was_trial = False
             self._times.expire()
             self.prospects.forget()
+            self.decisions.forget()
         self._times.context = sum([c.context_len for c in candidates]) / len(candidates)
         nothing = [0] * len(candidates)
         looking = LOOKING
@@ -89,7 +92,7 @@ class AdaptiveController(MeasuringController):
         if num_new:
             advance = looking / LOOKING * _ADVANCE * num_new / len(candidates) * plain_seconds
             self.looks.earn(advance, _MOST_SAVED * plain_seconds)
-        counts, rate = self._worthwhile(candidates, logits)
+        counts, rate, deepest, stop_rule = self._decided(candidates, logits)
         was_drafting, self._is_drafting = self._is_drafting, any(counts)
         if was_drafting and self._is_drafting:
             tried = self.trials.next(counts, self._speed(len(candidates), rate), num_steps)
@@ -100,17 +103,10 @@ class AdaptiveController(MeasuringController):
         if tried is not None:
             self._was_trial = True
             return Plan(tried, num_steps=TRIAL_STEPS, is_trial=True, tries_rows=not self._is_drafting)
-        stop_rule, without_rule = None, counts
-        if self._is_drafting and self.by_evidence and self.stops:
-            tells = self.acceptance.spread > _TOLD_APART
-            if tells:
-                counts = self._deeper(candidates, counts)
-            if tells or self.selecting.pays:
-                stop_rule = self._stop_rule(candidates, without_rule, counts, rate)
         looks: Sequence[int] = ()
         if self.looks_back:
-            looks = self.looks.choose(candidates, counts, [self._requests[c.sequence].num_seen for c in candidates])
-        return Plan(counts, looks, stop_rule, without_rule, self._num_steps(counts))
+            looks = self.looks.choose(candidates, deepest, [self._requests[c.sequence].num_seen for c in candidates])
+        return Plan(deepest, looks, stop_rule, counts, self._num_steps(deepest))
 
     @override
     def selects(self) -> bool:
@@ -164,6 +160,23 @@ class AdaptiveController(MeasuringController):
         if request is None:
             request = self._requests[sequence] = RequestAcceptance()
         return request
+
+    def _decided(self, candidates: Sequence[Candidate], logits: Sequence[float]) -> Decision:
+        if len(candidates) > 1 or candidates[0].lag > _NEAR:
+            return self._decide(candidates, logits)
+        key = self._is_drafting, logits[0], candidates[0].most, self.costs.plain_rounds, self.costs.drafting_rounds
+        return self.decisions.of(key, lambda: self._decide(candidates, logits))
+
+    def _decide(self, candidates: Sequence[Candidate], logits: Sequence[float]) -> Decision:
+        counts, rate = self._worthwhile(candidates, logits)
+        deepest, stop_rule = counts, None
+        if any(counts) and self.by_evidence and self.stops:
+            tells = self.acceptance.spread > _TOLD_APART
+            if tells:
+                deepest = self._deeper(candidates, counts)
+            if tells or self.selecting.pays:
+                stop_rule = self._stop_rule(candidates, counts, deepest, rate)
+        return Decision(counts, rate, deepest, stop_rule)
 
     def _worthwhile(self, candidates: Sequence[Candidate], logits: Sequence[float]) -> Selection:
         """The drafts that promise most, of those who need not catch up, or for whom that is repaid."""
