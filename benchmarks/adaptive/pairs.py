@@ -58,6 +58,9 @@ def synthetic_names() -> list[str]:
 
 
 NAMES = ["embedded", *synthetic_names(), "ngram, repetitive", "ngram, plain"]
+# Without a model: "twice", each prompt comes a second time, whose output is that of the first. Suffix decoding knows
+# the outputs of all rounds before, too: there, prompts come again in any case.
+NAMES += ["ngram, twice", "suffix, repetitive", "suffix, twice"]
 # Of every second request the drafts stand with 0.9, of the others with 0.2; or of each in turn.
 NAMES += [f"{kind}, draft {cost}" for kind in ("mixed", "turning") for cost in DRAFTS]
 TURNS_AFTER = 64  # tokens
@@ -65,8 +68,9 @@ TURNS_AFTER = 64  # tokens
 
 def make_pair(name: str, directory: Path, num_prompts: int) -> Pair:
     """The pair of this name, written into `directory` if it is a synthetic one."""
-    if name.startswith("ngram"):
-        return Pair(name, EMBEDDED_TARGET, {"method": "ngram"}, _ngram_prompts(name, num_prompts))
+    method, _, text = name.partition(", ")
+    if method in ("ngram", "suffix"):
+        return Pair(name, EMBEDDED_TARGET, {"method": method}, _texts(text, num_prompts))
     if name == "embedded":
         return Pair(name, EMBEDDED_TARGET, {"model": EMBEDDED_DRAFT}, sample_prompts(num_prompts))
     kind, _, rest = name.rpartition("draft ")
@@ -94,9 +98,9 @@ def _random_prompts(count: int, halves: bool) -> list[list[int]]:
     return prompts
 
 
-def _ngram_prompts(name: str, count: int) -> list[list[int]]:
+def _texts(kind: str, count: int) -> list[list[int]]:
     """Sample prompts; repetitive ones hold a line of text over and over, which the target goes on with."""
     prompts = sample_prompts(count)
-    if name == "ngram, plain":
-        return prompts
-    return [(prompt[:16] * 6)[:96] for prompt in prompts]
+    if kind == "repetitive":
+        return [(prompt[:16] * 6)[:96] for prompt in prompts]
+    return [prompt for prompt in prompts for _ in range(2)][:count] if kind == "twice" else prompts

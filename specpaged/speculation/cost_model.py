@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from statistics import median
 
@@ -33,9 +33,10 @@ class CostModel:
     is a `drift`, which changes no comparison. What proposals, or the rest of a step, depart from that is learned: at
     once, where most of the last ones show it; else slowly, and hardly from a single one that stands out.
 
-    The rest of a step that drafts takes `drafting_rest` times as long, and what that is more is part of the proposal.
-    As long as plain steps of about as many sequences have not been heard, it is taken for what all steps have in
-    common: a host's own work.
+    The rest of a step that drafts takes `drafting_rest(B)` times as long, and what that is more is part of the
+    proposal. As long as plain steps of about as many sequences have not been heard, it is taken for what all steps have
+    in common: a host's own work. That, too, is no straight line in B: what an octave of it has shown says nothing of
+    others that are known.
 
     A host that makes one step of several rounds takes hardly more for all of them: each further round adds a share. So
     it does of `plain_rounds` where nothing is drafted, and of `drafting_rounds` elsewhere. There, drafts may be made in
@@ -60,15 +61,19 @@ class CostModel:
         self.seconds_per_drafting = seconds_per_drafting
         self.seconds_per_sequence = seconds_per_sequence
         self.seconds_saved = seconds_saved
-        self.drafting_rest = 1.0
         self.plain_rounds = self.drafting_rounds = 1
         self.proposals_per_round = 1.0
         self.errors = PassErrors(target)
         self._of_target, self._of_proposals = _Surprises(), _Surprises()
         self._of_drafting = _Surprises()
         self._num_unheard = _NUM_RECENT  # proposals since then, of which the first ones tell nothing of passes
-        self._of_rest, self._of_drafting_rest = _Surprises(), _Surprises()
-        self._num_plain: Counter[int] = Counter()  # steps that were heard, by the octave of their number of sequences
+        # By the octave of the number of sequences: surprises, plain steps that were heard, and the factors of the rest
+        # over a straight line, and of that where drafts are made.
+        self._of_rest: dict[int, _Surprises] = defaultdict(_Surprises)
+        self._of_drafting_rest: dict[int, _Surprises] = defaultdict(_Surprises)
+        self._num_plain: Counter[int] = Counter()
+        self._rest_factors: dict[int, float] = {}
+        self._drafting_rests: dict[int, float] = {}
 
     def __str__(self) -> str:
         """A line, as the costs are known now."""
@@ -81,12 +86,17 @@ class CostModel:
 
     def rest(self, num_seqs: int, num_rounds: int = 1) -> float:
         """Of a step of so many rounds, beside its passes."""
-        share = 1.0 + _FURTHER_ROUND * (num_rounds - 1)
+        share = (1.0 + _FURTHER_ROUND * (num_rounds - 1)) * self._rest_factors.get(num_seqs.bit_length(), 1.0)
         return share * (self.seconds_per_step + num_seqs * self.seconds_per_sequence)
+
+    def drafting_rest(self, num_seqs: int) -> float:
+        """How many times as long the rest takes where drafts are made: as it is known of the nearest octave."""
+        known, octave = self._drafting_rests, num_seqs.bit_length()
+        return known[min(known, key=lambda other: abs(other - octave))] if known else 1.0
 
     def proposal(self, num_seqs: int) -> float:
         """Of a proposal for so many, beside its passes, with what the rest of its step takes more than of others."""
-        return self._own_proposal(num_seqs) + max(0.0, self.drafting_rest - 1.0) * self.rest(num_seqs)
+        return self._own_proposal(num_seqs) + max(0.0, self.drafting_rest(num_seqs) - 1.0) * self.rest(num_seqs)
 
     def proposal_of_round(self, num_seqs: int) -> float:
         """What of that falls to each round that drafts."""
@@ -189,34 +199,43 @@ class CostModel:
         """
         expected = self.rest(num_seqs, num_rounds)
         if 0 < seconds < _WAIT * expected:
-            self._num_plain[num_seqs.bit_length()] += 1
-            self._of_rest.add(math.log(seconds / expected) - self._of_target.newest)
-            factor = self._of_rest.take_shift()
+            octave = num_seqs.bit_length()
+            self._num_plain[octave] += 1
+            self._of_rest[octave].add(math.log(seconds / expected) - self._of_target.newest)
+            factor = self._of_rest[octave].take_shift()
             self._scale_rest(factor, num_seqs)
-            self.drafting_rest /= factor
+            if octave in self._drafting_rests:
+                self._drafting_rests[octave] /= factor
 
     def expect_rest(self, seconds_per_step: float, seconds_per_sequence: float) -> None:
         """What a step takes beside its passes under this host, until it has been heard."""
         self.seconds_per_step, self.seconds_per_sequence = seconds_per_step, seconds_per_sequence
 
     def _observe_drafting_rest(self, seconds: float, num_seqs: int, num_rounds: int) -> None:
-        expected = self.drafting_rest * self.rest(num_seqs, num_rounds)
+        octave, before = num_seqs.bit_length(), self.drafting_rest(num_seqs)
+        expected = before * self.rest(num_seqs, num_rounds)
         if 0 < seconds < _WAIT * expected:
-            self._of_drafting_rest.add(math.log(seconds / expected) - self._of_target.newest)
-            factor = self._of_drafting_rest.take_shift()
+            self._of_drafting_rest[octave].add(math.log(seconds / expected) - self._of_target.newest)
+            factor = self._of_drafting_rest[octave].take_shift()
             if factor == 1.0:
                 return
-            over_rest = factor * self.drafting_rest  # of what was thought of steps without drafts
-            knows_plain = self._num_plain[num_seqs.bit_length()] >= _NUM_RECENT // 2
-            self.drafting_rest = max(1.0, over_rest if knows_plain else self.drafting_rest)
-            self._scale_rest(over_rest / self.drafting_rest, num_seqs)  # who drafts does all that others do
+            over_rest = factor * before  # of what was thought of steps without drafts
+            after = self._drafting_rests[octave] = max(1.0, over_rest if self._knows_plain(octave) else before)
+            self._scale_rest(over_rest / after, num_seqs)  # who drafts does all that others do
+
+    def _knows_plain(self, octave: int) -> bool:
+        return self._num_plain[octave] >= _NUM_RECENT // 2
 
     def _scale_rest(self, factor: float, num_seqs: int) -> None:
         """The rest of a step of so many sequences takes `factor` times as long as was thought.
 
         Hosts differ in how much of it is there for one sequence as for many. What has the larger part in it is moved by
         as much more, in the logarithm, as its part is larger: by the least that will do, one as uncertain as the other.
+        What is known of other octaves stays as it is.
         """
+        octave = num_seqs.bit_length()
+        others = [1 << (other - 1) for other in self._num_plain if other != octave and self._knows_plain(other)]
+        before = [self.rest(other) for other in others]
         of_sequences = num_seqs * self.seconds_per_sequence
         rest = self.seconds_per_step + of_sequences
         parts = self.seconds_per_step / rest, of_sequences / rest
@@ -226,6 +245,9 @@ class CostModel:
             move -= (sum(moved) - factor) / sum(map(operator.mul, parts, moved))
         self.seconds_per_step *= math.exp(parts[0] * move)
         self.seconds_per_sequence *= math.exp(parts[1] * move)
+        for other, seconds in zip(others, before, strict=True):
+            known = self._rest_factors.get(other.bit_length(), 1.0)
+            self._rest_factors[other.bit_length()] = known * seconds / self.rest(other)
 
     def _own_proposal(self, num_seqs: int) -> float:
         return self.seconds_per_proposal + num_seqs * self.seconds_per_drafting

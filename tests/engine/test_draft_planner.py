@@ -96,6 +96,33 @@ def test_in_short_steps_plans_and_outcomes_are_asked_for_seldom(monkeypatch, sec
     assert num_looks == pytest.approx(4800 * looked, rel=0.03)
 
 
+def test_a_plan_that_was_cut_short_by_who_comes_makes_the_next_one_last_longer(monkeypatch):
+    now, num_plans = 0.0, 0
+    monkeypatch.setattr(step_clock, "time", SimpleNamespace(perf_counter=lambda: now))
+
+    def plan(candidates, num_steps):
+        nonlocal num_plans
+        num_plans += 1
+        return Plan([0] * len(candidates), num_steps=6)
+
+    planner = DraftPlanner(Listener())
+    planner.controller.plan = plan
+    planner.clock.num_steps, planner.clock._step_seconds = OFTEN + 1, 1.45e-3  # a plan in 40 steps
+    members = [Member(), Member()]
+
+    def run(member, num_steps):
+        before = num_plans
+        for _ in range(num_steps):
+            planner.plan([member])
+        return num_plans - before
+
+    assert run(members[0], 10) == 1
+    assert [run(members[i % 2], 10) for i in range(1, 9)] == [1] * 8  # and none for its age
+    assert run(members[0], 1) == 0
+    assert run(members[0], 69) == 0  # 80 in all: what the last one had left, up to once more as long
+    assert run(members[0], 1) == 1
+
+
 def test_of_a_trial_all_steps_are_heard_but_the_first_and_none_for_it_behind_it():
     planner, listener = trials()
     entries = [SimpleNamespace(num_new_tokens=1, draft=NO_DRAFT, context_len=10)]

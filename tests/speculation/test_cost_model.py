@@ -153,6 +153,22 @@ def test_what_a_host_takes_for_many_is_not_concluded_from_what_it_takes_for_one(
         assert model.rest(num_seqs) == pytest.approx(per_step + num_seqs * per_sequence, rel=0.25)
 
 
+def test_what_a_host_takes_for_some_says_nothing_of_others_that_are_known():
+    """By turns, of a host whose own work is no straight line; of 8 sequences plain steps are heard once alone."""
+    model = CostModel(PassSeconds(NODES, known()), seconds_per_step=0.1, seconds_per_sequence=0.02)
+    rests = {1: 0.4, 8: 1.1, 32: 0.6}
+    for turn in range(6):
+        for num_seqs, seconds in rests.items():
+            for _ in range(40):
+                model.observe_target(PassShape(16, num_seqs), model.target.of_rows(16))
+                if num_seqs == 8 and turn:
+                    model.observe_proposal([], 1e-4, 8, 1.25 * seconds)
+                else:
+                    model.observe_rest(seconds, num_seqs)
+        assert turn == 0 or [model.rest(n) for n in rests] == pytest.approx(list(rests.values()), rel=0.05)
+    assert model.drafting_rest(8) == pytest.approx(1.25, rel=0.05)
+
+
 def test_what_only_steps_that_draft_have_shown_of_so_many_sequences_is_not_held_against_drafting():
     """Of a batch of 16 plain steps are known; of one sequence there are none, and more than was thought is common."""
     model = CostModel(PassSeconds(NODES, known()), seconds_per_step=0.07, seconds_per_sequence=0.02)

@@ -63,6 +63,24 @@ def test_outputs_are_those_of_the_projects_own_engine(make_vllm, standalone, k, 
     assert len(model_runner(llm).sequences) <= 8
 
 
+def test_suffix_decoding_is_ours_and_changes_no_output(make_vllm, standalone, monkeypatch):
+    """vLLM itself asks whether a package is there, which its own drafter needs."""
+    monkeypatch.setattr("vllm.config.speculative.has_arctic_inference", lambda: True)
+    suffix = {"method": "suffix", "num_speculative_tokens": 6, "suffix_decoding_max_spec_factor": 2.0}
+    fixed = {"specpaged": {"adaptive": False}}
+    llm = make_vllm(0, speculative_config=suffix, max_num_seqs=2, additional_config=fixed)
+    drafter = model_runner(llm).speculative_step.drafter
+    for _ in range(2):
+        assert token_ids(generate(llm)) == standalone
+    assert (
+        model_runner(llm).speculative_step.metrics.accepted_tokens > 20
+    )  # at the latest of the outputs that came before
+    generate(llm, max_tokens=1)
+    check_nothing_is_held(llm)
+    assert drafter.in_rounds.num_sequences <= 2
+    assert drafter.in_rounds.max_factor == 2.0
+
+
 @pytest.fixture
 def preempted(monkeypatch):
     """Ids of the requests that vLLM has preempted, one for each time."""
