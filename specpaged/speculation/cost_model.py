@@ -12,6 +12,7 @@ from specpaged.speculation.pass_errors import PassErrors
 from specpaged.speculation.pass_seconds import SHOWN, PassSeconds, PassShape, believed
 
 _NUM_RECENT = 31  # passes whose median says what all have in common
+_FEWEST = _NUM_RECENT // 2  # of one kind, that something is known by
 _NUM_NEWEST = 5  # of them, whose median says how busy the machine is at this moment
 _MEDIAN_EVERY = 8  # passes
 _WAIT = 10
@@ -67,11 +68,12 @@ class CostModel:
         self._of_target, self._of_proposals = _Surprises(), _Surprises()
         self._of_drafting = _Surprises()
         self._num_unheard = _NUM_RECENT  # proposals since then, of which the first ones tell nothing of passes
-        # By the octave of the number of sequences: surprises, plain steps that were heard, and the factors of the rest
-        # over a straight line, and of that where drafts are made.
+        # By the octave of the number of sequences: surprises; steps that were heard, plain ones and all; and factors
+        # of the rest over a straight line, and of the rest that drafts over it.
         self._of_rest: dict[int, _Surprises] = defaultdict(_Surprises)
         self._of_drafting_rest: dict[int, _Surprises] = defaultdict(_Surprises)
         self._num_plain: Counter[int] = Counter()
+        self._num_heard: Counter[int] = Counter()
         self._rest_factors: dict[int, float] = {}
         self._drafting_rests: dict[int, float] = {}
 
@@ -201,6 +203,7 @@ class CostModel:
         if 0 < seconds < _WAIT * expected:
             octave = num_seqs.bit_length()
             self._num_plain[octave] += 1
+            self._num_heard[octave] += 1
             self._of_rest[octave].add(math.log(seconds / expected) - self._of_target.newest)
             factor = self._of_rest[octave].take_shift()
             self._scale_rest(factor, num_seqs)
@@ -215,16 +218,14 @@ class CostModel:
         octave, before = num_seqs.bit_length(), self.drafting_rest(num_seqs)
         expected = before * self.rest(num_seqs, num_rounds)
         if 0 < seconds < _WAIT * expected:
+            self._num_heard[octave] += 1
             self._of_drafting_rest[octave].add(math.log(seconds / expected) - self._of_target.newest)
             factor = self._of_drafting_rest[octave].take_shift()
             if factor == 1.0:
                 return
             over_rest = factor * before  # of what was thought of steps without drafts
-            after = self._drafting_rests[octave] = max(1.0, over_rest if self._knows_plain(octave) else before)
+            after = self._drafting_rests[octave] = max(1.0, over_rest if self._num_plain[octave] >= _FEWEST else before)
             self._scale_rest(over_rest / after, num_seqs)  # who drafts does all that others do
-
-    def _knows_plain(self, octave: int) -> bool:
-        return self._num_plain[octave] >= _NUM_RECENT // 2
 
     def _scale_rest(self, factor: float, num_seqs: int) -> None:
         """The rest of a step of so many sequences takes `factor` times as long as was thought.
@@ -234,7 +235,7 @@ class CostModel:
         What is known of other octaves stays as it is.
         """
         octave = num_seqs.bit_length()
-        others = [1 << (other - 1) for other in self._num_plain if other != octave and self._knows_plain(other)]
+        others = [1 << (other - 1) for other, num in self._num_heard.items() if other != octave and num >= _FEWEST]
         before = [self.rest(other) for other in others]
         of_sequences = num_seqs * self.seconds_per_sequence
         rest = self.seconds_per_step + of_sequences
@@ -286,7 +287,7 @@ class _Surprises:
 
     def take_shift(self) -> float:
         """The factor that most of the last passes show, which is expected from now on; 1 as long as there is none."""
-        if self._num_seen < _NUM_RECENT // 2 or abs(self.median) < _SHIFT:
+        if self._num_seen < _FEWEST or abs(self.median) < _SHIFT:
             return 1.0
         factor = math.exp(self.median)
         self._last.clear()

@@ -169,6 +169,19 @@ def test_what_a_host_takes_for_some_says_nothing_of_others_that_are_known():
     assert model.drafting_rest(8) == pytest.approx(1.25, rel=0.05)
 
 
+def test_what_only_steps_that_draft_have_shown_is_known_as_well():
+    """Of 8 sequences, which always draft, what they take stays when it is heard what one takes, plain."""
+    model = CostModel(PassSeconds(NODES, known()), seconds_per_step=0.1, seconds_per_sequence=0.02)
+    for _ in range(3):
+        for _ in range(40):
+            model.observe_target(PassShape(16, 8), model.target.of_rows(16))
+            model.observe_proposal([], 1e-4, 8, 1.1)
+        for _ in range(40):
+            model.observe_target(PassShape(16, 1), model.target.of_rows(16))
+            model.observe_rest(0.2, 1)
+        assert (model.rest(8), model.rest(1)) == pytest.approx((1.1, 0.2), rel=0.05)
+
+
 def test_what_only_steps_that_draft_have_shown_of_so_many_sequences_is_not_held_against_drafting():
     """Of a batch of 16 plain steps are known; of one sequence there are none, and more than was thought is common."""
     model = CostModel(PassSeconds(NODES, known()), seconds_per_step=0.07, seconds_per_sequence=0.02)
