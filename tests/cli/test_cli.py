@@ -253,7 +253,10 @@ def test_verify_verifies_prompt_lookup(specpaged, prompts, tokenizer_pair):
             "--draft-model='d' is for --method draft_model; --method ngram has none",
         ),
         (["--method", "eagle"], "--method='eagle' is not known; allowed: 'draft_model', 'ngram', 'suffix'"),
-        (["--method", "eagle", "--model", "m"], "--method='eagle' is not known; allowed: 'draft_model', 'ngram', 'suffix'"),
+        (
+            ["--method", "eagle", "--model", "m"],
+            "--method='eagle' is not known; allowed: 'draft_model', 'ngram', 'suffix'",
+        ),
     ],
 )
 def test_a_method_that_is_unknown_or_has_no_model_is_refused(specpaged, monkeypatch, command, arguments, message):
