@@ -129,7 +129,7 @@ class AdaptiveController(MeasuringController):
             self.acceptance.chances_of(self._request(sequence), of_draft) if of_draft else ()
             for sequence, of_draft in zip(sequences, evidence, strict=True)
         ]
-        proposal = self.costs.proposal_of_round(sum(map(bool, lengths)) if times.later else 0)
+        proposal = self.costs.proposal_of_round(sum(map(bool, lengths)) if times.later else 0, len(lengths))
         return self.selecting.select(chances, times, proposal + times.later_passes(lengths), self.costs.drafting_rounds)
 
     @override
@@ -201,7 +201,7 @@ class AdaptiveController(MeasuringController):
             chances,
             times.verify,
             (times.first, times.later) if times.later else (),
-            proposal_seconds=self.costs.proposal_of_round(0),
+            proposal_seconds=self.costs.proposal_of_round(0, len(chances)),
             plain_seconds=times.plain / worth,
         )
 

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import math
 import operator
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from statistics import median
 
 from specpaged.speculation.pass_errors import PassErrors
 from specpaged.speculation.pass_seconds import SHOWN, PassSeconds, PassShape, believed
+from specpaged.speculation.surprises import FEWEST, NUM_RECENT, Surprises
 
-_NUM_RECENT = 31  # passes whose median says what all have in common
-_FEWEST = _NUM_RECENT // 2  # of one kind, that something is known by
-_NUM_NEWEST = 5  # of them, whose median says how busy the machine is at this moment
-_MEDIAN_EVERY = 8  # passes
 _WAIT = 10
 _NEWTON = 4  # steps, which double the digits that are right
 _FURTHER_ROUND = 0.25  # of what a step takes beside its passes, for each round behind the first one
 _LEAST_LEFT = 0.5  # of what a proposal takes beside its passes, at once
-_SHIFT = 0.05  # in the logarithm: a median beyond it is no noise
 _BESIDES = ("seconds_per_proposal", "seconds_per_step", "seconds_per_drafting", "seconds_per_sequence", "seconds_saved")
 
 
@@ -65,13 +60,13 @@ class CostModel:
         self.plain_rounds = self.drafting_rounds = 1
         self.proposals_per_round = 1.0
         self.errors = PassErrors(target)
-        self._of_target, self._of_proposals = _Surprises(), _Surprises()
-        self._of_drafting = _Surprises()
-        self._num_unheard = _NUM_RECENT  # proposals since then, of which the first ones tell nothing of passes
+        self._of_target, self._of_proposals = Surprises(), Surprises()
+        self._of_drafting = Surprises()
+        self._num_unheard = NUM_RECENT  # proposals since then, of which the first ones tell nothing of passes
         # By the octave of the number of sequences: surprises; steps that were heard, plain ones and all; and factors
         # of the rest over a straight line, and of the rest that drafts over it.
-        self._of_rest: dict[int, _Surprises] = defaultdict(_Surprises)
-        self._of_drafting_rest: dict[int, _Surprises] = defaultdict(_Surprises)
+        self._of_rest: dict[int, Surprises] = defaultdict(Surprises)
+        self._of_drafting_rest: dict[int, Surprises] = defaultdict(Surprises)
         self._num_plain: Counter[int] = Counter()
         self._num_heard: Counter[int] = Counter()
         self._rest_factors: dict[int, float] = {}
@@ -100,9 +95,9 @@ class CostModel:
         """Of a proposal for so many, beside its passes, with what the rest of its step takes more than of others."""
         return self._own_proposal(num_seqs) + max(0.0, self.drafting_rest(num_seqs) - 1.0) * self.rest(num_seqs)
 
-    def proposal_of_round(self, num_seqs: int) -> float:
-        """What of that falls to each round that drafts."""
-        more_rest = self.proposal(num_seqs) - self._own_proposal(num_seqs)
+    def proposal_of_round(self, num_seqs: int, batch_size: int) -> float:
+        """What falls to each round, of so many sequences, in which so many draft."""
+        more_rest = max(0.0, self.drafting_rest(batch_size) - 1.0) * self.rest(batch_size)
         return self.proposals_per_round * self._own_proposal(num_seqs) + more_rest / self.drafting_rounds
 
     def saved(self, num_seqs: int) -> float:
@@ -149,7 +144,7 @@ class CostModel:
             return
         surprise = math.log(seconds / expected) - busy
         self._num_unheard += 1
-        hears_drafting = self._num_unheard < _NUM_RECENT
+        hears_drafting = self._num_unheard < NUM_RECENT
         self._of_proposals.add(surprise)
         factor = self._of_proposals.take_shift()
         shifted = factor != 1.0
@@ -174,7 +169,7 @@ class CostModel:
         self._of_drafting.add(surprise)
         shift = self._of_drafting.take_shift()
         if shift != 1.0:  # which explains what proposals departed from
-            self._of_proposals = _Surprises()
+            self._of_proposals = Surprises()
         self._learn_passes(draft, passes, of_passes, expected, surprise, shift)
 
     @staticmethod
@@ -224,7 +219,7 @@ class CostModel:
             if factor == 1.0:
                 return
             over_rest = factor * before  # of what was thought of steps without drafts
-            after = self._drafting_rests[octave] = max(1.0, over_rest if self._num_plain[octave] >= _FEWEST else before)
+            after = self._drafting_rests[octave] = max(1.0, over_rest if self._num_plain[octave] >= FEWEST else before)
             self._scale_rest(over_rest / after, num_seqs)  # who drafts does all that others do
 
     def _scale_rest(self, factor: float, num_seqs: int) -> None:
@@ -234,8 +229,18 @@ class CostModel:
         as much more, in the logarithm, as its part is larger: by the least that will do, one as uncertain as the other.
         What is known of other octaves stays as it is.
         """
+        if factor == 1.0:
+            return
         octave = num_seqs.bit_length()
-        others = [1 << (other - 1) for other, num in self._num_heard.items() if other != octave and num >= _FEWEST]
+        others = [1 << (other - 1) for other, num in self._num_heard.items() if other != octave and num >= FEWEST]
+        unknown = {octave, *self._num_heard} - {other.bit_length() for other in others}
+        for moved in unknown:  # what was surprising is expected by now, or something else is
+            self._of_rest.pop(moved, None)
+            self._of_drafting_rest.pop(moved, None)
+        if others and octave in self._rest_factors:
+            self._rest_factors[octave] *= factor
+            return
+        self._rest_factors[octave] = self._rest_factors.get(octave, 1.0)  # the line has been moved for it
         before = [self.rest(other) for other in others]
         of_sequences = num_seqs * self.seconds_per_sequence
         rest = self.seconds_per_step + of_sequences
@@ -264,32 +269,3 @@ class CostModel:
         """The reverse of `as_dict`. ValueError, KeyError or TypeError if it is none."""
         passes = [None if values[name] is None else PassSeconds(*values[name]) for name in ("target", "draft")]
         return cls(*passes, **{name: float(values[name]) for name in _BESIDES})
-
-
-class _Surprises:
-    """The logarithms of seen / expected of the last passes of one kind, and their median, as it was some passes ago."""
-
-    def __init__(self) -> None:
-        self._last: deque[float] = deque(maxlen=_NUM_RECENT)
-        self._num_seen = 0
-        self.median = 0.0
-
-    def add(self, surprise: float) -> None:
-        self._last.append(surprise)
-        self._num_seen += 1
-        if self._num_seen % _MEDIAN_EVERY == 1:
-            self.median = median(self._last)
-
-    @property
-    def newest(self) -> float:
-        """The median of the last few."""
-        return median(list(self._last)[-_NUM_NEWEST:]) if self._last else 0.0
-
-    def take_shift(self) -> float:
-        """The factor that most of the last passes show, which is expected from now on; 1 as long as there is none."""
-        if self._num_seen < _FEWEST or abs(self.median) < _SHIFT:
-            return 1.0
-        factor = math.exp(self.median)
-        self._last.clear()
-        self._num_seen, self.median = 0, 0.0
-        return factor

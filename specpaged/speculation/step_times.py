@@ -51,7 +51,7 @@ class StepTimes:
         rows = draft.table(num_first[-1])
         per_row = context * draft.per_row_and_kv_token
         of_sequences = [draft.of_sequences(n, context) + n * per_row for n in range(batch_size + 1)]
-        besides = costs.proposal_of_round(1) - costs.proposal_of_round(0)
+        besides = costs.proposals_per_round * costs.seconds_per_drafting
         first = [rows[num_first[n]] + of_sequences[n] + n * besides for n in range(batch_size + 1)]
         later = [rows[n] + of_sequences[n] for n in range(batch_size + 1)]
         return cls(context, plain, verify, first, later, doubt)

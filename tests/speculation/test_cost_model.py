@@ -169,6 +169,38 @@ def test_what_a_host_takes_for_some_says_nothing_of_others_that_are_known():
     assert model.drafting_rest(8) == pytest.approx(1.25, rel=0.05)
 
 
+def test_steps_of_a_batch_are_priced_by_its_own_octave():
+    """Of one sequence a step that drafts takes twice the rest; of 32 it takes no more than others."""
+    model = CostModel(
+        PassSeconds(NODES, known()),
+        PassSeconds([1, 64], [0.05, 0.05]),
+        seconds_per_proposal=0.01,
+        seconds_per_step=0.1,
+        seconds_per_drafting=0.001,
+    )
+    for _ in range(3):
+        for num_seqs, plain, drafting in ((1, 0.1, 0.2), (32, 0.4, 0.4)):
+            for _ in range(40):
+                model.observe_target(PassShape(16, num_seqs), model.target.of_rows(16))
+                model.observe_rest(plain, num_seqs)
+                model.observe_proposal([], 1e-4, num_seqs, drafting)
+    assert model.proposal_of_round(0, 1) == pytest.approx(0.11, rel=0.1)
+    assert model.proposal_of_round(0, 32) == pytest.approx(0.01, abs=0.02)
+    first = StepTimes.of(model, 32, 32, 0.0).first
+    assert first[32] - model.draft.of_rows(40) == pytest.approx(32 * 0.001)
+
+
+def test_what_all_known_octaves_show_is_not_taken_for_as_many_surprises_of_the_others():
+    model = CostModel(PassSeconds(NODES, known()), seconds_per_step=0.1)
+    for seconds in (0.1, 0.2):
+        for num_seqs in (1, 2, 4, 8, 16):
+            for _ in range(40):
+                model.observe_target(PassShape(16, num_seqs), model.target.of_rows(16))
+                model.observe_rest(seconds, num_seqs)
+    assert [model.rest(n) for n in (1, 4, 16)] == pytest.approx([0.2] * 3, rel=0.05)
+    assert model.rest(64) < 0.5
+
+
 def test_what_only_steps_that_draft_have_shown_is_known_as_well():
     """Of 8 sequences, which always draft, what they take stays when it is heard what one takes, plain."""
     model = CostModel(PassSeconds(NODES, known()), seconds_per_step=0.1, seconds_per_sequence=0.02)
@@ -197,9 +229,9 @@ def test_what_only_steps_that_draft_have_shown_of_so_many_sequences_is_not_held_
 
 def test_a_proposal_is_spread_over_rounds_whose_drafts_are_made_within_them():
     model = CostModel(PassSeconds(NODES, known()), seconds_per_proposal=0.2, seconds_per_drafting=0.1)
-    assert model.proposal_of_round(2) == pytest.approx(0.4)
+    assert model.proposal_of_round(2, 2) == pytest.approx(0.4)
     model.proposals_per_round = 0.25
-    assert model.proposal_of_round(2) == pytest.approx(0.1)
+    assert model.proposal_of_round(2, 2) == pytest.approx(0.1)
 
 
 def test_drafts_that_are_made_within_rounds_say_nothing_of_proposals():

@@ -107,7 +107,7 @@ public:
         std::stable_sort(places.begin(), places.end(), [](Place a, Place b) { return a.length > b.length; });
         for (size_t last = 0; last < places.size(); ++last) {
             if (last + 1 < places.size() && places[last + 1].length == places[last].length) continue;
-            const int64_t budget = std::min(count, int64_t(places[last].length * max_factor_));
+            const int64_t budget = int64_t(std::min(double(count), places[last].length * max_factor_));
             if (double(budget) <= best->score) break;  // nor can those of shorter matches be better
             Speculation found = follow(texts, {places.begin(), places.begin() + int64_t(last) + 1}, budget);
             if (found.score > best->score) *best = std::move(found);
