@@ -42,7 +42,7 @@ class EngineConfig:
     otherwise, `LLM(device="cuda")` takes blocks of 64 tokens.
 
     One step of the engine runs up to `num_scheduler_steps` rounds where nothing is to be decided between them, which
-    are then one call into the C++ kernels: all who run decode greedily, and the drafter is a model or prompt lookup.
+    are then one call into the C++ kernels: all who run decode greedily, and the drafter is a model or a lookup.
 
     `schedule` and `rollback` are for studies; what comes out of a request is the same with all of them. `schedule`:
     "eqspec" runs fixed batches to their end; "exspec" holds a `window` of sequences (default: 48, or half as many again

@@ -109,7 +109,7 @@ class PairProfile:
         engine = job.llm.engine
         step = engine.speculative_step
         if step.planner is None:
-            raise ValueError("there is nothing to tune without a draft; allowed: --draft-model, or --method ngram")
+            raise ValueError("nothing to tune without a draft; allowed: --draft-model, --method ngram or suffix")
         most = job.llm.config.max_num_seqs
         timer = RoundTimer(engine, job.token_ids, job.params[0])
         say(f"timing passes, {PROBE_SECONDS:.0f} s")

@@ -232,7 +232,7 @@ class CostModel:
         if factor == 1.0:
             return
         octave = num_seqs.bit_length()
-        others = [1 << (other - 1) for other, num in self._num_heard.items() if other != octave and num >= FEWEST]
+        others = [(1 << other) >> 1 for other, num in self._num_heard.items() if other != octave and num >= FEWEST]
         unknown = {octave, *self._num_heard} - {other.bit_length() for other in others}
         for moved in unknown:  # what was surprising is expected by now, or something else is
             self._of_rest.pop(moved, None)

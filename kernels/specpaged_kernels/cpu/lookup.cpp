@@ -16,7 +16,7 @@ extern "C" int lookup_find(void* index, const int64_t* token_ids, int64_t num_ne
     return guarded([&] {
         Lookup& of = *(Lookup*)index;
         of.append(token_ids, num_new);
-        *num_found = of.find(count, drafts, evidence);
+        *num_found = count ? of.find(count, drafts, evidence) : 0;  // to append is all that was asked
         return int(OK);
     });
 }
