@@ -14,8 +14,8 @@ class SuffixDrafter(LookupDrafter):
     """Drafts what is likely behind the longest suffixes (G. Oliaro et al., "SuffixDecoding", 2411.04975).
 
     `depth`, `max_cached_requests`, `max_factor` and `min_probability` are vLLM's suffix_decoding_max_tree_depth,
-    max_cached_requests, max_spec_factor and min_token_prob. Outputs of other requests count once these have ended, or
-    been preempted, and then again; in vLLM's own, from the first token.
+    max_cached_requests, max_spec_factor and min_token_prob. Outputs of other requests count once these have ended; in
+    vLLM's own, from the first token.
 
     Raises:
         ValueError: there is no C++ library, which counts.
@@ -48,5 +48,5 @@ class SuffixIndexes(Indexes):
     def forget(self, sequence: Hashable) -> None:
         has_drafted = sequence in self._indexes
         super().forget(sequence)
-        if has_drafted and self.others is not None and sequence.output_token_ids:
+        if has_drafted and self.others is not None and sequence.has_ended and sequence.output_token_ids:
             self.others.add(sequence.output_token_ids)

@@ -180,6 +180,8 @@ class DraftPlanner:
             if not (others and self._goes_on_with(others)):
                 self._sequences, self._plan = [], Plan([])
         self._proposals.pop(sequence, None)
+        if sequence.has_ended and sequence.error is None and sequence.params.max_tokens:
+            ask(self.controller.observe_end, len(sequence.output_token_ids), sequence.params.max_tokens)
         ask(self.controller.forget, sequence)
 
     def _goes_on_with(self, sequences: SequenceOf[Sequence]) -> bool:

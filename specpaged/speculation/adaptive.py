@@ -31,7 +31,10 @@ _NEAR = 4  # tokens: catching up with so few is part of any proposal
 _TO_BEGIN, _TO_GO_ON = 0.04, 0.015
 _DOUBT_TO_BEGIN, _DOUBT_TO_GO_ON = 1 / 3, 1 / 6  # standard deviations
 _EARLY = 0.4  # divided by the square root of the number of outcomes
-_REPAID_WITHIN = 128, 0.5  # tokens, and of those that may come, which are the most that will
+_REPAID_WITHIN = 128  # tokens at most
+# Of the tokens that may still come, those that will, as long as nothing is known, and requests that say so; and how
+# many say what it is from then on.
+_WILL_COME, _SAY_SO = 0.5, (4, 64)
 _TOLD_APART = 0.6  # in logits: of less spread, evidence says too little to stop a proposal by
 _BEYOND = 0.8  # of what a row costs to a rule: what those beyond the planned ones do, where that is more
 
@@ -60,6 +63,7 @@ class AdaptiveController(MeasuringController):
         self._is_drafting = self._was_trial = False
         self._counts: list[int] = []  # of the last plan
         self._planned = _PLANNED  # steps that it was good for
+        self._will_come, self._num_said = _WILL_COME, _SAY_SO[0]
         self._unseen: dict[Hashable, int] = {}  # drafts to verify of each sequence, where they come for nothing
 
     @override
@@ -137,6 +141,11 @@ class AdaptiveController(MeasuringController):
         self, sequence: Hashable, num_accepted: int, num_rejected: int, evidence: Sequence[float] | None = None
     ) -> None:
         self.acceptance.observe(self._request(sequence), num_accepted, num_rejected, evidence)
+
+    @override
+    def observe_end(self, num_tokens: int, most_tokens: int) -> None:
+        self._num_said = min(self._num_said + 1, _SAY_SO[1])
+        self._will_come += (num_tokens / most_tokens - self._will_come) / self._num_said
 
     @override
     def forget(self, sequence: Hashable) -> None:
@@ -239,7 +248,7 @@ class AdaptiveController(MeasuringController):
         draft, num_drafting = self.costs.draft, sum(map(bool, counts))
         catching_up = draft.of_rows(num_drafting + backlog) - draft.of_rows(num_drafting)  # in the first pass
         repaid = gained * backlog / catching_up if catching_up > 0 else math.inf  # tokens, for each that is to come
-        most, share = _REPAID_WITHIN
+        most, share = _REPAID_WITHIN, self._will_come
         num_left = [most if c.num_left is None else min(most, share * c.num_left) for c in candidates]
         return [c.lag <= max(_NEAR, repaid * num) for c, num in zip(candidates, num_left, strict=True)]
 

@@ -89,8 +89,12 @@ class Controller(Protocol):
         """A step without drafts has taken so long beside its passes."""
         ...
 
+    def observe_end(self, num_tokens: int, most_tokens: int) -> None:
+        """A sequence has ended with so many tokens of output, of those that it might have had."""
+        ...
+
     def forget(self, sequence: Hashable) -> None:
-        """The sequence has ended."""
+        """The sequence has ended, or given up its KV."""
         ...
 
 

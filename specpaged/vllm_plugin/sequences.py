@@ -171,6 +171,7 @@ class Sequences:
     def _forget(self, request_id: str) -> None:
         sequence = self._sequences.pop(request_id, None)
         if sequence is not None:
+            sequence.finish_reason = "finished"  # for whatever reason vLLM has
             self._drop(sequence)
             self.has_grammar.discard(sequence)
             self.owes_prompt_logprobs.discard(sequence)

@@ -64,11 +64,12 @@ def test_of_texts_that_have_ended_the_newest_count(others, most):
 class Request:
     """As much of a sequence as a drafter looks at when it ends."""
 
-    def __init__(self, output_token_ids):
+    def __init__(self, output_token_ids, has_ended=True):
         self.output_token_ids = output_token_ids
+        self.has_ended = has_ended
 
 
-def test_what_one_request_has_put_out_is_drafted_for_the_next():
+def test_what_one_request_has_put_out_is_drafted_for_the_next_when_it_has_ended():
     indexes = SuffixIndexes(8, 10, 4.0, 0.1)
     first, second = Request([A, B, C, D]), Request([A, B])
     indexes.up_to_date(first, [E, E], first.output_token_ids)
@@ -76,6 +77,15 @@ def test_what_one_request_has_put_out_is_drafted_for_the_next():
     indexes.forget(first)
     assert indexes.num_sequences == 1
     assert indexes.up_to_date(second, [E], second.output_token_ids).find((), 2)[0] == [C, D]
+
+
+def test_what_a_preempted_request_has_put_out_counts_once():
+    """Its own index has it again when it goes on."""
+    indexes = SuffixIndexes(8, 10, 4.0, 0.1)
+    first, second = Request([A, B, C, D], has_ended=False), Request([A, B])
+    indexes.up_to_date(first, [E, E], first.output_token_ids)
+    indexes.forget(first)
+    assert indexes.up_to_date(second, [E], second.output_token_ids).find((), 2) == ([], [])
 
 
 def test_without_the_library_there_is_none(monkeypatch):

@@ -265,3 +265,16 @@ def test_evidence_is_what_a_drafter_knows():
     assert evidence_of(Draft([5, 6], [-0.1, float("-inf")]))[1] == logit(0.0)
     assert evidence_of(Draft([5, 6, 7], num_matched=2)) == [-1.0] * 3
     assert evidence_of(Draft([5], num_matched=9)) == [3.0]
+
+
+def test_of_who_has_ended_it_is_told_how_much_of_its_max_tokens_came(toy_pair):
+    """Not of who only gives up its KV, nor of who fails."""
+    told = []
+    llm = make_llm(
+        toy_pair, speculative={"num_speculative_tokens": "auto"}, kv_cache_memory_bytes=1024 * 16 * 12, max_model_len=96
+    )
+    llm.engine.speculative_step.planner.controller.observe_end = lambda *counts: told.append(counts)
+    params = [SamplingParams(temperature=0, max_tokens=30 + i, ignore_eos=True) for i in range(5)]
+    generate(llm, toys.prompts(5), params)
+    assert llm.metrics.preemptions > 0
+    assert sorted(told) == [(30 + i, 30 + i) for i in range(5)]

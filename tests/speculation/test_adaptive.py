@@ -142,6 +142,18 @@ def test_who_comes_catches_up_if_its_own_tokens_repay_that_whatever_the_others_g
     assert bool(counts[7]) == drafts
 
 
+@pytest.mark.parametrize(("used", "drafts"), [(1.0, True), (0.25, False)])
+def test_who_comes_is_thought_to_put_out_as_much_as_others_did_before(used, drafts):
+    """Of 120 tokens that may come; as above, some 60 repay what catching up takes."""
+    controller = knowing(AdaptiveController(costs(0.05)))
+    for _ in range(40):
+        controller.observe_end(round(used * 30), 30)
+    running = [Candidate(i, 8, num_left=100) for i in range(7)]
+    counts = controller.plan([*running, Candidate(7, 8, lag=300, num_left=120)], 1).num_draft_tokens
+    assert all(counts[:7])
+    assert bool(counts[7]) == drafts
+
+
 def test_of_long_prompts_one_is_looked_at_on_debt_at_first_and_when_all_credit_has_been_saved():
     """A look takes 13.5 ms, as it is accounted for; at most 4 ms are saved, and 1 ms is there in advance."""
     looks = Looks(costs(0.15))
