@@ -11,7 +11,9 @@ from specpaged.checks import check_choice, check_int
 from specpaged.config import DTYPES, NUMERICS
 
 MAX_ADAPTIVE_DRAFT_TOKENS = 8  # that an adaptive drafter goes deep, where a user names no maximum
-METHODS = ("draft_model", "ngram", "suffix")
+HEADS = ("eagle3", "clover")  # methods whose model reads the target's hidden states
+WITH_MODEL = ("draft_model", *HEADS)
+METHODS = (*WITH_MODEL, "ngram", "suffix")
 SELECTIONS = ("adaptive", "tetris")
 VERIFICATIONS = ("greedy", "coupled", "rejection")
 DEFAULT_PROMPT_LOOKUP = 5  # as in vLLM
@@ -36,8 +38,10 @@ DEFAULT_NUM_SPECULATIVE_TOKENS = {
 class SpeculativeConfig:
     """How drafts are proposed and verified.
 
-    `method` "ngram" is prompt lookup: no model drafts, and the last `prompt_lookup_max` tokens, or fewer, down to
-    `prompt_lookup_min`, are looked for in what came before (5 by default; one of them said alone serves for both).
+    `method` "draft_model" has a small model, `model`, decode ahead of the target; "eagle3" and "clover" have heads,
+    `model`, which were trained on this target and read its hidden states. "ngram" is prompt lookup: no model drafts,
+    and the last `prompt_lookup_max` tokens, or fewer, down to `prompt_lookup_min`, are looked for in what came before
+    (5 by default; one of them said alone serves for both).
     "suffix" is suffix decoding: no model, either; the longest suffixes, of at most `suffix_decoding_max_tree_depth`
     tokens, are looked for in the sequence's own text and in outputs of `suffix_decoding_max_cached_requests` others,
     and behind m tokens come at most m * `suffix_decoding_max_spec_factor` of those that are counted there as likely as
@@ -75,9 +79,9 @@ class SpeculativeConfig:
         self._check_lookup()
         check_choice("speculative_config['numerics']", self.numerics, NUMERICS)
         check_choice("speculative_config['kv_cache_dtype']", self.kv_cache_dtype, DTYPES)
-        if self.method != "draft_model" and self.kv_cache_dtype != "auto":
+        if self.method not in WITH_MODEL and self.kv_cache_dtype != "auto":
             raise ValueError(
-                f"speculative_config['kv_cache_dtype']={self.kv_cache_dtype!r} is for method 'draft_model'; method "
+                f"speculative_config['kv_cache_dtype']={self.kv_cache_dtype!r} is for methods with a model; method "
                 f"{self.method!r} has no KV"
             )
         check_choice("speculative_config['verification']", self.verification, VERIFICATIONS)
@@ -132,10 +136,15 @@ class SpeculativeConfig:
                     f"speculative_config[{name!r}]={getattr(self, name)!r} is for method {method!r} alone; "
                     f"method={self.method!r}"
                 )
-        if self.method != "draft_model" and self.model is not None:
+        if self.method not in WITH_MODEL and self.model is not None:
             raise ValueError(
-                f"speculative_config['model']={self.model!r} is for method 'draft_model'; method {self.method!r} has "
-                "none"
+                f"speculative_config['model']={self.model!r} is for methods {', '.join(map(repr, WITH_MODEL))}; method "
+                f"{self.method!r} has none"
+            )
+        if self.reads_target and self.model is None:
+            raise ValueError(
+                f"speculative_config['model']=None: method {self.method!r} needs heads that were trained on the "
+                "target; allowed: a local path or hub id"
             )
         if self.method == "ngram":
             self._check_prompt_lookup()
@@ -169,7 +178,12 @@ class SpeculativeConfig:
     @property
     def has_model(self) -> bool:
         """Whether a model drafts, at some batch size. ValueError if the configuration is not resolved."""
-        return self.method == "draft_model" and self.max_draft_tokens > 0
+        return self.method in WITH_MODEL and self.max_draft_tokens > 0
+
+    @property
+    def reads_target(self) -> bool:
+        """Whether drafts come of the target's hidden states: KV of a drafter that reads these is never caught up."""
+        return self.method in HEADS
 
     @classmethod
     def from_mapping(cls, config: Mapping[str, Any]) -> SpeculativeConfig:

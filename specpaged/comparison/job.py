@@ -16,7 +16,7 @@ from specpaged.llm import LLM
 from specpaged.outputs import RequestOutput
 from specpaged.prompts import PromptRecord, clip, evenly_spread, is_unicode, load_prompts
 from specpaged.sampling_params import SamplingParams
-from specpaged.speculative_config import METHODS
+from specpaged.speculative_config import HEADS, METHODS, WITH_MODEL
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,11 @@ class Job:
             ValueError: naming the flag, its value and what is allowed.
         """
         check_choice("--method", method, METHODS)
-        if method != "draft_model" and draft_model is not None:
-            raise ValueError(f"--draft-model={draft_model!r} is for --method draft_model; --method {method} has none")
+        if method not in WITH_MODEL and draft_model is not None:
+            allowed = ", ".join(WITH_MODEL)
+            raise ValueError(f"--draft-model={draft_model!r} is for --method {allowed}; --method {method} has none")
+        if method in HEADS and draft_model is None:
+            raise ValueError(f"--method={method} needs --draft-model, heads that were trained on the target")
         if draft_kv_cache_dtype != "auto" and draft_model is None and (model is not None or method != "draft_model"):
             raise ValueError(f"--draft-kv-cache-dtype={draft_kv_cache_dtype!r} needs a --draft-model")
         records = evenly_spread(_records(prompts, texts), num_prompts)

@@ -13,6 +13,7 @@ from specpaged.engine.cost_probe import probe
 from specpaged.engine.draft_planner import DraftPlanner
 from specpaged.speculation.controller import Candidate, MeasuringController, Plan
 from specpaged.speculation.cost_model import CostModel
+from specpaged.speculative_config import WITH_MODEL
 
 PROBE_SECONDS = 6.0
 ROUND_SECONDS = 14.0  # of every batch size, for rounds as the engine runs them, and for single ones
@@ -152,7 +153,7 @@ class PairProfile:
         most = max(map(self.single_rounds.best, self.single_rounds.seconds))
         if most == 0:
             return None
-        model = {"model": draft_model} if method == "draft_model" else {}
+        model = {"model": draft_model} if method in WITH_MODEL else {}
         return {"method": method, **model, "num_speculative_tokens": most}
 
     def as_dict(self) -> dict[str, object]:

@@ -29,6 +29,11 @@ def get_drafter(
             config.suffix_decoding_max_spec_factor,
             config.suffix_decoding_min_token_prob,
         )
+    with_probs = config.verification == "rejection"
+    if config.reads_target:
+        from specpaged.drafting.heads import HeadsDrafter
+
+        return HeadsDrafter(draft, vocab_size, with_probs)
     from specpaged.drafting.draft_model import DraftModelDrafter
 
-    return DraftModelDrafter(draft, vocab_size, max_num_batched_tokens, with_probs=config.verification == "rejection")
+    return DraftModelDrafter(draft, vocab_size, max_num_batched_tokens, with_probs)

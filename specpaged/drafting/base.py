@@ -30,12 +30,15 @@ class DraftRow:
 
     A drafter that reads the target gets the hidden states of the known tokens that the target has just run, in every
     step that the sequence goes on from, whether or not it drafts or has tokens to catch up with: of those at positions
-    `hidden_position`, `hidden_position` + 1, ... Of a sequence of 9 known tokens the target has just run three, one
-    that was known before and 2 drafts that stand, and beside them a draft that was rejected; it has not run the newest
-    one yet:
+    `hidden_position`, `hidden_position` + 1, ... Its KV at a position is that of the hidden state there and of the
+    token behind, so it never has more than the target's, and nothing of drafts: it runs `token_ids` but for the first
+    one, each in the place of the one before it. Of a sequence of 9 known tokens the target has just run three, one that
+    was known before and 2 drafts that stand, and beside them a draft that was rejected; it has not run the newest one
+    yet:
 
-        position         0 .. 4 | 5  6  7 | 8          hidden_position 5, 3 rows
-                                | run     | bonus      token_ids: those from the drafter's context_len on, to 8
+        position         0 .. 4 | 5  6  7 | 8          hidden_position 5, 3 rows; context_len 5
+                                | run     | bonus      token_ids: those at 5 to 8, with or without drafts
+                                               KV at 5, 6, 7: of the hidden states there, and the tokens at 6, 7, 8
     """
 
     sequence: Hashable  # whose it is, for a drafter that keeps something by sequence
@@ -79,7 +82,7 @@ class Drafter(Protocol):
         draft, in order, none goes deeper than it says, where it is asked: in one pass over all rows, by a drafter that
         `stops`. Of a row that looks back it has `num_looked_back` tokens. The
         drafter's KV of all rows is brought up to date: afterwards its pool holds KV for `token_ids` of every row, then
-        for the draft's tokens but the last.
+        for the draft's tokens but the last; of a drafter that reads the target, as DraftRow says.
         """
         ...
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
 from itertools import chain
 
 import torch
@@ -155,32 +154,12 @@ class DraftModelDrafter:
 
     def _sample(self, logits: Tensor, steps: DraftSteps, sampling: SamplingBatch, drafts: list[Draft]) -> None:
         """Put in the drafts of a proposal whose first step has these logits [rows, V]."""
-        sampling.draw_noise(steps.request_idx)
-        token_ids: list[list[int]] = [[] for _ in sampling.requests]  # drafts so far, where processing looks at them
-        probs: list[list[Tensor]] = [[] for _ in sampling.requests]
-        drafted: list[DraftedTokens] = []
-        for step, request_idx in enumerate(steps.request_idx):
-            if step > 0:
-                last, source_idx = drafted[-1].token_ids, steps.source_idx[step]
-                logits = self._logits(
-                    steps.batch(step, last if source_idx is None else last.index_select(0, source_idx))
-                )
-                if sampling.needs_processing:
-                    for i, token_id in zip(steps.request_idx[step - 1], last.tolist(), strict=True):
-                        token_ids[i].append(token_id)
-            seen = [step] * len(request_idx)
-            if not self.with_probs:
-                chosen = sampling.choose(logits, request_idx, seen, token_ids, wants_logprobs=True)
-                drafted.append(DraftedTokens(chosen.token_ids, chosen.logprobs))
-                continue
-            processed = sampling.process(logits, request_idx, seen, token_ids)
-            drafted.append(DraftedTokens.of(processed, sampling.sample(processed, request_idx, seen)[0]))
-            for i, row_probs in zip(request_idx, sampling.probs(processed).unbind(), strict=True):
-                probs[i].append(row_probs)
-        steps.drafts(drafted, drafts)
-        if self.with_probs:
-            for i in steps.request_idx[0]:
-                drafts[i] = replace(drafts[i], probs=torch.stack(probs[i]))
+
+        def logits_of(step: int, last: Tensor) -> Tensor:
+            source_idx = steps.source_idx[step]
+            return self._logits(steps.batch(step, last if source_idx is None else last.index_select(0, source_idx)))
+
+        steps.sample(logits, logits_of, sampling, drafts, self.with_probs)
 
     def _sampled_back(self, logits: Tensor, looking: Sequence[DraftRow], sampling: SamplingBatch) -> Tensor:
         """[M] int64: what would have been sampled of these rows, which meet the noise of the tokens that came there.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -12,6 +13,7 @@ from specpaged.drafting.base import DraftRow
 from specpaged.drafting.draft import Draft
 from specpaged.modeling.forward_output import DraftedTokens
 from specpaged.modeling.ragged_batch import RaggedBatch, flat_page_table, ints, upload
+from specpaged.sampling.batch import SamplingBatch
 
 
 class DraftSteps:
@@ -97,6 +99,44 @@ class DraftSteps:
             block_size=self.block_size,
             block_stride=self.block_stride,
         )
+
+    def sample(
+        self,
+        logits: Tensor,
+        logits_of: Callable[[int, Tensor], Tensor],
+        sampling: SamplingBatch,
+        drafts: list[Draft],
+        with_probs: bool,
+    ) -> None:
+        """Put in drafts that meet the noise which their verification will meet, `with_probs` that they are drawn from.
+
+        The first step has these logits [rows, V]; `logits_of` says those of a further one, whose number it gets with
+        the tokens [M] int64 of the step before.
+        """
+        sampling.draw_noise(self.request_idx)
+        token_ids: list[list[int]] = [[] for _ in sampling.requests]  # drafts so far, where processing looks at them
+        probs: list[list[Tensor]] = [[] for _ in sampling.requests]
+        drafted: list[DraftedTokens] = []
+        for step, request_idx in enumerate(self.request_idx):
+            if step > 0:
+                last = drafted[-1].token_ids
+                logits = logits_of(step, last)
+                if sampling.needs_processing:
+                    for i, token_id in zip(self.request_idx[step - 1], last.tolist(), strict=True):
+                        token_ids[i].append(token_id)
+            seen = [step] * len(request_idx)
+            if not with_probs:
+                chosen = sampling.choose(logits, request_idx, seen, token_ids, wants_logprobs=True)
+                drafted.append(DraftedTokens(chosen.token_ids, chosen.logprobs))
+                continue
+            processed = sampling.process(logits, request_idx, seen, token_ids)
+            drafted.append(DraftedTokens.of(processed, sampling.sample(processed, request_idx, seen)[0]))
+            for i, row_probs in zip(request_idx, sampling.probs(processed).unbind(), strict=True):
+                probs[i].append(row_probs)
+        self.drafts(drafted, drafts)
+        if with_probs:
+            for i in self.request_idx[0]:
+                drafts[i] = replace(drafts[i], probs=torch.stack(probs[i]))
 
     def drafts(self, drafted: Sequence[DraftedTokens], drafts: list[Draft]) -> None:
         """Put in the draft of each request, by its request_idx, of what the steps have drafted."""

@@ -12,6 +12,7 @@ import platform
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -22,8 +23,10 @@ import torch
 from specpaged.config import EngineConfig
 from specpaged.drafting.base import Drafter, DraftRow
 from specpaged.drafting.draft_model import DraftModelDrafter
+from specpaged.drafting.heads import HeadsDrafter
 from specpaged.engine.draft_planner import DraftPlanner
 from specpaged.engine.pass_timer import NUM_NEW, PassTimer, Shape, sequences
+from specpaged.modeling.forward_output import HiddenStates
 from specpaged.modeling.model_runner import ModelRunner
 from specpaged.modeling.ragged_batch import RaggedRow, pack
 from specpaged.sampling.batch import SamplingBatch
@@ -78,7 +81,8 @@ def get_planner(
     if rest_seconds is not None:
         costs.expect_rest(*rest_seconds)
     by_evidence = speculative.verification != "rejection"
-    return DraftPlanner(AdaptiveController(costs, by_evidence, drafter.looks_back, drafter.stops))
+    controller = AdaptiveController(costs, by_evidence, drafter.looks_back, drafter.stops)
+    return DraftPlanner(controller, drafter.hidden_states is not None)
 
 
 def measured_costs(target: ModelRunner, draft: ModelRunner | None, most_rows: int) -> CostModel:
@@ -114,7 +118,7 @@ def probe(target: ModelRunner, draft: ModelRunner | None, most_rows: int, budget
 
     first_seconds: dict[int, list[float]] = {}  # that a proposal for so many takes besides its passes
     saved: list[float] = []  # by passes of a row behind others of the target, where no drafter was between them
-    drafter = draft and DraftModelDrafter(draft, draft.model.vocab_size, 1 << 30, with_probs=False)
+    drafter = draft and _ProbedDrafter(draft, target)
     timers = [PassTimer(target, most_rows, partial(_verified, target, drafter, saved))]
     if draft is not None:
         timers.append(PassTimer(draft, most_rows, partial(_drafted, drafter, first_seconds), have_several=False))
@@ -145,7 +149,35 @@ def guessed_costs(target: ModelRunner, draft: ModelRunner | None) -> CostModel:
     return CostModel(*passes, _PROPOSAL_SECONDS, _STEP_SECONDS, **_OF_SEQUENCES)
 
 
-def _verified(target: ModelRunner, drafter: DraftModelDrafter | None, saved: list, rows: list[RaggedRow]) -> float:
+class _ProbedDrafter:
+    """A model, or heads that read a target, to propose for sequences that nobody has."""
+
+    def __init__(self, runner: ModelRunner, target: ModelRunner):
+        self.runner = runner
+        self._vocab_size = runner.model.vocab_size
+        reads = runner.model.implementation == "heads"
+        if reads:
+            self._vocab_size = target.model.vocab_size
+            self._drafter: Drafter = HeadsDrafter(runner, self._vocab_size, with_probs=False)
+        else:
+            self._drafter = DraftModelDrafter(runner, self._vocab_size, 1 << 30, with_probs=False)
+        self._hidden_size = target.model.hidden_size
+
+    def propose(self, rows: list[RaggedRow], num_drafts: int) -> None:
+        """So many drafts behind each of the rows, which are run."""
+        model = self.runner.model
+        wanted = [DraftRow(i, row.token_ids, row.context_len, row.blocks, num_drafts, i) for i, row in enumerate(rows)]
+        reads = self._drafter.hidden_states
+        if reads is not None:
+            for i, row in enumerate(wanted):
+                states = torch.zeros(len(row.token_ids), self._hidden_size, dtype=model.dtype, device=model.device)
+                hidden = HiddenStates(states if reads.last else None, (states,) * len(reads.layer_inputs))
+                token_ids = [*row.token_ids, row.token_ids[-1]]
+                wanted[i] = replace(row, token_ids=token_ids, hidden_states=hidden, hidden_position=row.context_len)
+        self._drafter.propose(wanted, SamplingBatch([_GREEDY] * len(rows), self._vocab_size, model.device))
+
+
+def _verified(target: ModelRunner, drafter: _ProbedDrafter | None, saved: list, rows: list[RaggedRow]) -> float:
     """A pass behind some of its own kind and a drafter's."""
     num_rows = sum(len(row.token_ids) for row in rows)
     undisturbed = _warm(partial(_forward, target, rows)) if num_rows <= _FITS else math.inf
@@ -181,7 +213,7 @@ def _forward(runner: ModelRunner, rows: list[RaggedRow]) -> float:
     return time.perf_counter() - start
 
 
-def _drafted(drafter: DraftModelDrafter, first_seconds: dict[int, list[float]], rows: list[RaggedRow]) -> float:
+def _drafted(drafter: _ProbedDrafter, first_seconds: dict[int, list[float]], rows: list[RaggedRow]) -> float:
     """A pass of several in one proposal."""
     one, four = (_proposal(drafter, rows, num_drafts) for num_drafts in (1, 1 + _FURTHER))
     seconds = max((four - one) / _FURTHER, one / 8)
@@ -189,11 +221,9 @@ def _drafted(drafter: DraftModelDrafter, first_seconds: dict[int, list[float]], 
     return seconds
 
 
-def _proposal(drafter: DraftModelDrafter, rows: list[RaggedRow], num_drafts: int) -> float:
+def _proposal(drafter: _ProbedDrafter, rows: list[RaggedRow], num_drafts: int) -> float:
     start = time.perf_counter()
-    wanted = [DraftRow(i, row.token_ids, row.context_len, row.blocks, num_drafts, i) for i, row in enumerate(rows)]
-    sampling = SamplingBatch([_GREEDY] * len(rows), drafter.vocab_size, drafter.runner.model.device)
-    drafter.propose(wanted, sampling)
+    drafter.propose(rows, num_drafts)
     return time.perf_counter() - start
 
 

@@ -35,8 +35,9 @@ class DraftPlanner:
     the steps, the more often. What came of drafts is told when next a plan is made, all of it at once.
     """
 
-    def __init__(self, controller: Controller):
+    def __init__(self, controller: Controller, follows_target: bool = False):
         self.controller = controller
+        self.follows_target = follows_target  # the drafter does, behind every step: nobody has to catch up
         self.clock = StepClock(controller)
         self._sequences: list[Sequence] = []  # of the last plan
         self._plan = self._plan_again = Plan([])
@@ -68,8 +69,8 @@ class DraftPlanner:
             Candidate(
                 sequence,
                 sequence.max_draft_tokens,
-                _lag(sequence),
-                num_unseen(sequence),
+                1 if self.follows_target else _lag(sequence),
+                0 if self.follows_target else num_unseen(sequence),
                 sequence.num_tokens,
                 _num_left(sequence),
             )

@@ -23,8 +23,8 @@ def draft_row(
 
     Who has more than `most_tokens` known tokens to catch up with does so in several steps, and drafts in the last one.
     With `follows_prompt` a prefill's tokens are run right behind the target; `follows_target` is SpeculativeStep's.
-    Hidden states reach the drafter in any case that goes on, as they do not come again. Who looks back runs all that
-    the target has run.
+    Hidden states reach the drafter in any case that goes on, as they do not come again: who lacks some of them, as a
+    proposal has failed, drafts no more. Who looks back runs all that the target has run.
     """
     sequence, table = entry.sequence, entry.sequence.page_table
     in_prefill = entry.num_new_tokens > 1 or not entry.samples
@@ -36,7 +36,13 @@ def draft_row(
     start, token_ids, blocks = 0, (), ()
     if len(table.context_lens) > DRAFT:  # the drafter has KV
         start, blocks = table.context_lens[DRAFT], table.entries
-        token_ids = sequence.token_ids[start : sequence.num_tokens if k > 0 else table.context_lens[TARGET]]
+        if hidden is None:
+            end = sequence.num_tokens if k > 0 else table.context_lens[TARGET]
+        else:
+            end = table.context_lens[TARGET] + 1 if start >= entry.context_len else start
+        token_ids = sequence.token_ids[start:end]
+        if hidden is not None and not token_ids:
+            k = 0
         if len(token_ids) > most_tokens and hidden is None:
             k, num_looked_back, token_ids = 0, 0, token_ids[:most_tokens]
     if hidden is not None:

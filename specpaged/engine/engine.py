@@ -62,11 +62,11 @@ class Engine:
         self.num_pools = len(self._runners)
         num_slots = target.kv_cache.num_slots
         if num_slots < config.max_model_len:
-            raise ValueError(
-                f"target.kv_cache has {num_slots} slots; allowed: max_model_len={config.max_model_len} or more"
-            )
+            raise ValueError(f"target.kv_cache has {num_slots} slots for max_model_len={config.max_model_len}")
         self.allocator = BlockAllocator(target.kv_cache.num_blocks)
-        self.prefix_cache = PrefixCache(self.allocator, config.block_size) if config.enable_prefix_caching else None
+        looks_ahead = speculative is not None and speculative.reads_target
+        is_cached = config.enable_prefix_caching
+        self.prefix_cache = PrefixCache(self.allocator, config.block_size, looks_ahead) if is_cached else None
         self.scheduler = scheduler(
             self.allocator,
             block_size=kv_layout.tokens_per_block,

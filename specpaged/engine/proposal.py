@@ -81,7 +81,9 @@ def propose(step: SpeculativeStep, scored: ScoredStep, reserve: Reserve) -> Nois
         i = row.request_idx
         if row.token_ids and num_run is not None:
             num_drafted = min(num_run[i], len(drafts[i])) if row.num_draft_tokens > 0 else 0
-            row.sequence.page_table.advance(DRAFT, len(row.token_ids) + max(0, num_drafted - 1))
+            # Drafts have no hidden states of the target, and the newest token has none yet.
+            beyond = -1 if row.hidden_states is not None else max(0, num_drafted - 1)
+            row.sequence.page_table.advance(DRAFT, len(row.token_ids) + beyond)
     for sequence, draft in zip(drafting, drafts, strict=True):
         sequence.draft = draft
     return sampling.noise

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -91,6 +92,18 @@ class HiddenStates:
 
 
 @dataclass(frozen=True, slots=True)
+class Features:
+    """What heads read beside the tokens of N rows: hidden states of the target, or their own of the pass before."""
+
+    values: Tensor  # [N, F] the model's dtype; may be overwritten
+    are_own: bool = False
+
+    def filled_up(self, num_rows: int) -> Features:
+        """With zeros for so many more rows."""
+        return Features(F.pad(self.values, (0, 0, 0, num_rows)), self.are_own)
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardRequest:
     """What a decoder's pass over N rows, filler included, is asked for. Indices are rows of the pass.
 
@@ -103,6 +116,7 @@ class ForwardRequest:
     argmax_of: int | None = None  # take the argmax of as many leading columns, in place of logits
     hidden: HiddenStatesRequest | None = None
     hidden_idx: Tensor | None = None  # [R] int64; None: every row
+    features: Features | None = None  # of every row, which heads read beside their tokens
 
     def wants_input_of(self, layer_idx: int) -> bool:
         """Whether the residual stream that enters this layer is asked for."""

@@ -58,51 +58,23 @@ def load_model(
     text_config = config.get_text_config()
     max_model_len = _check_max_model_len(max_model_len, text_config, model)
     source, not_flat = _open(model_impl, model, config, wanted, device, max_model_len, trust_remote_code, shard)
-    geometries = {(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in source.layers}
-    placement = (device, source.dtype, geometries, block_size, source.vocab_size, numerics)
-    backend, not_ours = choose_backend(attention_backend, *placement)
-    kv_dtype = _check_kv_dtype(kv_cache_dtype, source.dtype, backend)
-    group = max(hq // hkv for hq, hkv, _ in geometries)
-    synthetic = getattr(config, "synthetic", None)  # see specpaged.testing
-    facts = dict(
-        implementation=source.implementation,
-        not_flat=not_flat,
-        not_ours=not_ours,
-        hf_config=config,
-        name=model,
-        architecture=source.architecture + (f" ({synthetic})" if synthetic else ""),
-        dtype=source.dtype,
-        kv_dtype=kv_dtype,
+    loaded = compute_form(
+        source,
+        config,
+        model,
         device=device,
-        vocab_size=source.vocab_size,
         max_model_len=max_model_len,
+        kv_cache_dtype=kv_cache_dtype,
+        numerics=numerics,
+        attention_backend=attention_backend,
+        block_size=block_size,
+        not_flat=not_flat,
         eos_token_ids=_eos_token_ids(model, text_config),
-        kv_spec=KVSpec(tuple((layer.num_kv_heads, layer.head_dim) for layer in source.layers)),
-        num_parameters=source.num_parameters,
-        backend=backend,
-        num_threads=torch.get_num_threads(),
     )
-    if numerics == "exact":
-        try:
-            loaded = _exact(source, geometries, facts)
-        except InexactError as error:
-            hint = f" (and not by our own kernels: {not_ours})" if not_ours else ""
-            raise InexactError(f"model {model!r} ({source.architecture}): {error}{hint}") from None
-    else:
-        decoder = source.fast(backend)
-        loaded = LoadedModel(
-            decoder=decoder,
-            weight_bytes=held_bytes(decoder),
-            numerics_scheme=f"fast: attention {backend}; the quickest kernel for each layer and row count; rows depend "
-            "on their batch",
-            attention_scheme=fast_attention_scheme(source.dtype, device, group),
-            exact=False,
-            **facts,
-        )
     if shard is not None:
         # Other kernels choose how to add up by a matrix's shape, which splitting changes.
         kernels = {module.scheme.kernel for module in loaded.decoder.modules() if isinstance(module, RowExactLinear)}
-        is_ours = loaded.exact and backend in OWN_KERNELS and kernels <= OWN_KERNELS
+        is_ours = loaded.exact and loaded.backend in OWN_KERNELS and kernels <= OWN_KERNELS
         bits = "the bits of one" if is_ours else "bits differ from those of one"
         loaded.numerics_scheme += f"; rank {shard.rank} of {shard.size}, {bits}"
     if loaded.implementation == "transformers":
@@ -110,6 +82,67 @@ def load_model(
     if loaded.exact:
         check_rows(loaded, block_size)
     return loaded
+
+
+def compute_form(
+    source: Source,
+    config: PreTrainedConfig,
+    name: str,
+    *,
+    device: torch.device,
+    max_model_len: int,
+    kv_cache_dtype: str,
+    numerics: str,
+    attention_backend: str,
+    block_size: int,
+    not_flat: str | None = None,
+    eos_token_ids: tuple[int, ...] = (),
+) -> LoadedModel:
+    """The model of an open checkpoint, in the form in which it computes; nothing of it has been checked yet.
+
+    Raises:
+        ValueError: for a backend or a KV dtype that it cannot have, or numerics="exact" where that is not possible.
+    """
+    geometries = {(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in source.layers}
+    placement = (device, source.dtype, geometries, block_size, source.vocab_size, numerics)
+    backend, not_ours = choose_backend(attention_backend, *placement)
+    kv_dtype = _check_kv_dtype(kv_cache_dtype, source.dtype, backend)
+    synthetic = getattr(config, "synthetic", None)  # see specpaged.testing
+    facts = dict(
+        implementation=source.implementation,
+        not_flat=not_flat,
+        not_ours=not_ours,
+        hf_config=config,
+        name=name,
+        architecture=source.architecture + (f" ({synthetic})" if synthetic else ""),
+        dtype=source.dtype,
+        kv_dtype=kv_dtype,
+        device=device,
+        vocab_size=source.vocab_size,
+        max_model_len=max_model_len,
+        eos_token_ids=eos_token_ids,
+        kv_spec=KVSpec(tuple((layer.num_kv_heads, layer.head_dim) for layer in source.layers)),
+        num_parameters=source.num_parameters,
+        backend=backend,
+        num_threads=torch.get_num_threads(),
+    )
+    if numerics == "exact":
+        try:
+            return _exact(source, geometries, facts)
+        except InexactError as error:
+            hint = f" (and not by our own kernels: {not_ours})" if not_ours else ""
+            raise InexactError(f"model {name!r} ({source.architecture}): {error}{hint}") from None
+    group = max(hq // hkv for hq, hkv, _ in geometries)
+    decoder = source.fast(backend)
+    return LoadedModel(
+        decoder=decoder,
+        weight_bytes=held_bytes(decoder),
+        numerics_scheme=f"fast: attention {backend}; the quickest kernel for each layer and row count; rows depend "
+        "on their batch",
+        attention_scheme=fast_attention_scheme(source.dtype, device, group),
+        exact=False,
+        **facts,
+    )
 
 
 def _open(

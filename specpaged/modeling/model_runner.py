@@ -14,9 +14,11 @@ from specpaged.modeling.cuda_graphs import CudaGraphs
 from specpaged.modeling.forward_output import (
     Argmax,
     DraftedTokens,
+    Features,
     ForwardOutput,
     ForwardRequest,
     GreedyTokens,
+    HiddenStates,
     HiddenStatesRequest,
 )
 from specpaged.modeling.loaded_model import LoadedModel
@@ -50,12 +52,13 @@ class ModelRunner:
         *,
         argmax_of: int | None = None,
         hidden: HiddenStatesRequest | None = None,
+        features: Features | None = None,
     ) -> ForwardOutput:
         """Writes the KV of the batch's N tokens, and computes logits [M, V] float32 of the rows that ask for them.
 
         With `argmax_of`, the argmax of as many leading columns comes in place of the logits, which then need never be
         in memory. With `hidden`, hidden states of the batch's `hidden_idx` come along; under numerics="exact" no bit of
-        the logits changes with that, and "fast" promises nothing.
+        the logits changes with that, and "fast" promises nothing. `features` are what heads read beside their tokens.
 
         Raises:
             ValueError: `hidden` names a layer that the model does not have, or the model does not show its layers.
@@ -65,13 +68,21 @@ class ModelRunner:
         if batch.hidden_idx is None:
             hidden = None
         fused = self.model.has_argmax and len(batch.logits_idx) > 0
-        output = self._run(batch, argmax_of if fused else None, hidden)
+        output = self._run(batch, argmax_of if fused else None, hidden, features)
         if output.argmax is not None:
             return output
         logits = output.logits.float()
         if argmax_of is not None:
             return ForwardOutput(None, Argmax.of(logits[:, :argmax_of]), output.hidden_states)
         return ForwardOutput(logits, None, output.hidden_states)
+
+    @torch.inference_mode()
+    def recur(self, hidden: Tensor, token_ids: Tensor) -> ForwardOutput:
+        """What heads whose further passes read no KV find behind one more token [M] int64 of each of their hidden
+        states [M, H]: logits [M, V] float32, and hidden states.
+        """
+        logits, hidden = self.model.decoder.recur(hidden, token_ids)
+        return ForwardOutput(logits.float(), None, HiddenStates(hidden, ()))
 
     @torch.inference_mode()
     def greedy_steps(
@@ -145,7 +156,13 @@ class ModelRunner:
                 f"{torch.get_num_threads()}: call torch.set_num_threads before loading it"
             )
 
-    def _run(self, batch: RaggedBatch, argmax_of: int | None, hidden: HiddenStatesRequest | None) -> ForwardOutput:
+    def _run(
+        self,
+        batch: RaggedBatch,
+        argmax_of: int | None,
+        hidden: HiddenStatesRequest | None,
+        features: Features | None,
+    ) -> ForwardOutput:
         """One pass, captured or not; logits in the model's dtype. `hidden` needs a batch with `hidden_idx`."""
         model = self.model
         self._check_threads()
@@ -157,6 +174,7 @@ class ModelRunner:
         token_ids, positions = batch.token_ids, batch.positions
         if filler:
             token_ids, positions = F.pad(token_ids, (0, filler)), F.pad(positions, (0, filler))
+            features = features and features.filled_up(filler)
             self.filler_rows += filler
         logits_idx = None  # every row
         if num_logits != num_tokens:
@@ -166,7 +184,7 @@ class ModelRunner:
             output_idx = batch.output_idx()
             # The last row of the pass, so that they ascend.
             output_idx = None if len(output_idx) == num_tokens else self._filled_up(output_idx, len(token_ids) - 1)
-        request = ForwardRequest(logits_idx, output_idx, argmax_of, hidden, batch.hidden_idx)
+        request = ForwardRequest(logits_idx, output_idx, argmax_of, hidden, batch.hidden_idx, features)
         paged_pass = new_pass(model, batch, len(token_ids), self.kv_cache.layers)
         output = model.run(token_ids, positions, paged_pass, request)
         self.gathered_bytes += paged_pass.gathered_bytes

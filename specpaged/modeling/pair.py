@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from specpaged.config import EngineConfig
 from specpaged.modeling.cuda_graphs import CudaGraphs
+from specpaged.modeling.heads.loading import load_heads
 from specpaged.modeling.loaded_model import LoadedModel
 from specpaged.modeling.loading import load_model, load_tokenizer
 from specpaged.modeling.model_runner import ModelRunner
@@ -50,7 +51,10 @@ class ModelPair:
             vocab_size = min(vocab_size, 1 + max(tokenizer.get_vocab().values()))
         draft = None
         if config.speculative_config is not None and config.speculative_config.has_model:
-            draft = _load_draft(config, target, tokenizer, vocab_size)
+            if config.speculative_config.reads_target:
+                draft = _load_heads(config, target)
+            else:
+                draft = _load_draft(config, target, tokenizer, vocab_size)
         return cls(target, draft, tokenizer, vocab_size)
 
     @property
@@ -78,6 +82,19 @@ def _shared_arguments(config: EngineConfig) -> dict[str, Any]:
     """The arguments that both models are loaded with."""
     names = ("device", "trust_remote_code", "attention_backend", "model_impl", "block_size")
     return {name: getattr(config, name) for name in names}
+
+
+def _load_heads(config: EngineConfig, target: LoadedModel) -> LoadedModel:
+    speculative = config.speculative_config
+    return load_heads(
+        speculative.model,
+        speculative.method,
+        target,
+        kv_cache_dtype=speculative.kv_cache_dtype,
+        numerics=speculative.numerics,
+        attention_backend=config.attention_backend,
+        block_size=config.block_size,
+    )
 
 
 def _load_draft(

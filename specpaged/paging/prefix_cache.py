@@ -35,14 +35,16 @@ class PrefixCache:
     its LRU, counts it as free, and tells the cache when it is evicted or about to be overwritten.
     """
 
-    __slots__ = ("_allocator", "_nodes", "_root", "block_size")
+    __slots__ = ("_allocator", "_nodes", "_root", "block_size", "looks_ahead")
 
-    def __init__(self, allocator: BlockAllocator, block_size: int):
+    def __init__(self, allocator: BlockAllocator, block_size: int, looks_ahead: bool = False):
         check_positive("block_size", block_size)
         if allocator.on_uncache is not None:
             raise ValueError("allocator must not have a prefix cache yet; it can serve one only")
         self._allocator = allocator
         self.block_size = block_size
+        # The draft's KV at a position depends on the token behind it, and is never caught up with, as heads' is.
+        self.looks_ahead = looks_ahead
         self._root = _Node(None, ())
         self._nodes: dict[int, _Node] = {}  # by block
         allocator.on_uncache = self._forget
@@ -56,6 +58,12 @@ class PrefixCache:
         """The longest chain of cached full blocks that hold the beginning of token_ids[:max_tokens] for the target, and
         how many of its tokens are valid in each of num_pools pools.
 
+        Where the draft `looks_ahead`, the chain is valid in all of the pools, and its last block left out, behind which
+        another token may have stood:
+
+            cached, S = 4    a b c d | e f g h        then x
+            asked for        a b c d | e f g h | y    abcd alone: the draft's KV of h is of (h, x)
+
         The caller becomes one more owner of each, to be passed to PageTable.adopt or freed, last block first.
         """
         if max_tokens < 0:
@@ -64,12 +72,15 @@ class PrefixCache:
         context_lens = [0] * num_pools
         for start in range(0, min(len(token_ids), max_tokens) - size + 1, size):
             node = node.children.get(tuple(token_ids[start : start + size]))
-            if node is None or node.block == 0:
+            if node is None or node.block == 0 or (self.looks_ahead and node.num_pools < num_pools):
                 break
             blocks.append(node.block)
             for pool in range(min(num_pools, node.num_pools)):
                 if context_lens[pool] == start:
                     context_lens[pool] = start + size
+        if self.looks_ahead and num_pools > 1 and blocks:
+            blocks.pop()
+            context_lens = [len(blocks) * size] * num_pools
         for block in blocks:
             self._allocator.claim_cached(block)
         return blocks, context_lens

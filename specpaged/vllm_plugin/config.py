@@ -10,7 +10,7 @@ from vllm.config import VllmConfig
 
 from specpaged.checks import check_choice
 from specpaged.config import ATTENTION_BACKENDS, DTYPES, MODEL_IMPLS, NUMERICS, EngineConfig
-from specpaged.speculative_config import METHODS, SUFFIX_DECODING, SpeculativeConfig
+from specpaged.speculative_config import METHODS, SUFFIX_DECODING, WITH_MODEL, SpeculativeConfig
 
 LOAD_FORMATS = ("auto", "hf", "safetensors")
 # Keys of `--additional-config '{"specpaged": {...}}'`.
@@ -41,21 +41,21 @@ def engine_config(vllm_config: VllmConfig, device: str) -> EngineConfig:
     given = options(vllm_config.additional_config)
     model, scheduler, cache = vllm_config.model_config, vllm_config.scheduler_config, vllm_config.cache_config
     of_draft = {key.removeprefix("draft_"): given.pop(key) for key in DRAFT_OPTIONS if key in given}
-    has_draft = vllm_config.speculative_config is not None and vllm_config.speculative_config.method == "draft_model"
-    if of_draft and not has_draft:
+    asked = vllm_config.speculative_config
+    method, path = (None, None) if asked is None else _method(asked.method, asked.model)
+    if of_draft and method not in WITH_MODEL:
         name, value = next(iter(of_draft.items()))
         raise ValueError(
-            f"--additional-config specpaged['draft_{name}']={value!r} needs a speculative_config with the method "
-            "draft_model"
+            f"--additional-config specpaged['draft_{name}']={value!r} needs a speculative_config with a method of "
+            f"{', '.join(WITH_MODEL)}"
         )
     speculative = None
     is_adaptive = given.pop("adaptive", True)
-    asked = vllm_config.speculative_config
     if asked is not None:
-        of_method = {"model": asked.model}
-        if asked.method == "ngram":
+        of_method = {"model": path}
+        if method == "ngram":
             of_method = {"prompt_lookup_min": asked.prompt_lookup_min, "prompt_lookup_max": asked.prompt_lookup_max}
-        elif asked.method == "suffix":
+        elif method == "suffix":
             of_method = {name: getattr(asked, name) for name in SUFFIX_DECODING}
         else:
             of_method |= of_draft
@@ -63,7 +63,7 @@ def engine_config(vllm_config: VllmConfig, device: str) -> EngineConfig:
             of_method |= {"num_speculative_tokens": "auto", "max_num_speculative_tokens": asked.num_speculative_tokens}
         else:  # of which vLLM's scheduler asks fewer, where it is told so by batch size
             of_method["num_speculative_tokens"] = asked.num_speculative_tokens
-        speculative = SpeculativeConfig(method=asked.method, **of_method)
+        speculative = SpeculativeConfig(method=method, **of_method)
     return EngineConfig(
         model=model.model,
         speculative_config=speculative,
@@ -79,6 +79,14 @@ def engine_config(vllm_config: VllmConfig, device: str) -> EngineConfig:
         trust_remote_code=model.trust_remote_code,
         **given,
     )
+
+
+def _method(method: str, model: str | None) -> tuple[str, str | None]:
+    """Our method and its model, by vLLM's, which has no name for Clover's heads: a custom class "clover:DIR"."""
+    name, separator, path = (model or "").partition(":")
+    if method == "custom_class" and name == "clover" and separator:
+        return name, path
+    return method, model
 
 
 def options(additional_config: Any) -> dict[str, Any]:
@@ -106,7 +114,11 @@ def _refusals(config: VllmConfig) -> Iterator[str]:
         ("--load-format", str(getattr(load_format, "value", load_format)), LOAD_FORMATS),
         ("--runner", model.runner_type, ("generate",)),
         ("the checkpoint's quantization", model.quantization, (None,)),
-        ("speculative_config method", speculative.method if speculative is not None else METHODS[0], METHODS),
+        (
+            "speculative_config method",
+            METHODS[0] if speculative is None else _method(speculative.method, speculative.model)[0],
+            METHODS,
+        ),
     ):
         if value not in choices:
             yield f"{name}={value!r} is not supported (allowed: {', '.join(map(str, choices))})"

@@ -70,12 +70,12 @@ class Reader:
             assert not row.token_ids
             return
         kv, known = self.kv.setdefault(row.sequence, []), row.sequence.token_ids
-        assert kv[: row.context_len] == known[: row.context_len]
-        kv[row.context_len :] = row.token_ids
-        assert kv == known[: len(kv)]
-        assert len(kv) == len(known) or not row.num_draft_tokens
-        kv += draft.token_ids[:-1]
-        assert len(kv) <= len(row.blocks) * BLOCK_SIZE
+        assert row.context_len == len(kv) == row.hidden_position
+        assert row.token_ids[0] == known[row.context_len]
+        kv += row.token_ids[1:]  # at the position of the hidden state before each
+        assert kv == known[1 : 1 + len(kv)]
+        assert len(kv) == min(row.sequence.page_table.context_lens[TARGET], len(known) - 1)
+        assert len(kv) + max(0, len(draft) - 1) <= len(row.blocks) * BLOCK_SIZE
 
     def forget(self, sequence):
         self.num_forgotten[sequence] += 1

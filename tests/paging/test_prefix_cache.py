@@ -309,3 +309,27 @@ def test_a_table_cut_below_what_the_target_has_published_publishes_every_pool_fr
     cache.publish(table, TOKENS[:S])
     cache.check_integrity()
     assert matched(cache, allocator, TOKENS) == ([1, 2], [8, S])
+
+
+@pytest.fixture
+def looking_ahead(allocator):
+    return PrefixCache(allocator, S, looks_ahead=True)
+
+
+@pytest.mark.parametrize("behind", [[], [1], [1, 2, 3, 4, 5]])
+def test_of_a_draft_that_looks_ahead_the_last_block_serves_nobody(looking_ahead, allocator, behind):
+    """Behind it another token may have stood. Who has no draft takes all."""
+    table = filled(allocator, 12, 2)
+    looking_ahead.publish(table, TOKENS)
+    assert matched(looking_ahead, allocator, TOKENS + behind) == (table.blocks[:2], [8, 8])
+    assert matched(looking_ahead, allocator, TOKENS[:6]) == ([], [0, 0])
+    assert matched(looking_ahead, allocator, TOKENS + behind, num_pools=1) == (table.blocks, [12])
+
+
+def test_a_draft_that_looks_ahead_takes_no_block_that_it_could_not_catch_up_with(looking_ahead, allocator):
+    table = filled(allocator, 12, 2)
+    table.context_lens[DRAFT] = 9
+    looking_ahead.publish(table, TOKENS)
+    assert matched(looking_ahead, allocator, TOKENS) == (table.blocks[:1], [4, 4])
+    assert matched(looking_ahead, allocator, TOKENS, num_pools=1) == (table.blocks, [12])
+    looking_ahead.check_integrity()

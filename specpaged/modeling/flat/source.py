@@ -20,7 +20,7 @@ from specpaged.modeling.flat import weights
 from specpaged.modeling.flat.config import ROPE, FlatConfig, flat_config, rotary_frequencies
 from specpaged.modeling.flat.cpp_decoder import CppDecoder, is_all_cpp
 from specpaged.modeling.flat.decoder import FlatDecoder, FlatLayer
-from specpaged.modeling.flat.row_wise import RowWiseOps
+from specpaged.modeling.flat.row_wise import Rotations, RowWiseOps
 from specpaged.modeling.flat.weights import Checkpoint, expected_shapes, layer_shapes
 from specpaged.modeling.linear import FastLinear
 from specpaged.modeling.shard import GatheredLinear, Shard
@@ -123,15 +123,19 @@ class FlatSource(Source):
         output = make_linear(ends.get(weights.OUTPUT, embedding), None)
         if self.device.type == "cpu" and self.dtype == torch.float32:  # rows become float32 when they are looked up
             embedding = self._stored_embedding()
+        final_norm = ops.norm(ends[weights.FINAL_NORM])
+        decoder = FlatDecoder(config, embedding, layers, final_norm, output, self._rotations(), self.dtype)
+        decoder = decoder.eval().requires_grad_(False)
+        return CppDecoder(config, decoder) if self.shard is None and is_all_cpp(decoder) else decoder
+
+    def _rotations(self) -> Rotations:
+        """cos and sin [max_model_len, R / 2] float32 of all positions."""
         positions = torch.arange(self.max_model_len, device=self.device)[:, None].float()
         rotations = {}
         for rope, (inverse, factor) in self.frequencies.items():
             angles = positions * inverse.to(self.device)
             rotations[rope] = (angles.cos() * factor, angles.sin() * factor)
-        final_norm = ops.norm(ends[weights.FINAL_NORM])
-        decoder = FlatDecoder(config, embedding, layers, final_norm, output, rotations, self.dtype)
-        decoder = decoder.eval().requires_grad_(False)
-        return CppDecoder(config, decoder) if self.shard is None and is_all_cpp(decoder) else decoder
+        return rotations
 
     def _stored_embedding(self) -> Tensor:
         """[V, H], as it lies in the checkpoint if the C++ decoder can read that, else in the model's dtype."""
@@ -141,11 +145,14 @@ class FlatSource(Source):
     def _read(self, *names: str) -> dict[str, Tensor]:
         return {name: tensor.to(self.device, self.dtype) for name, tensor in self.checkpoint.read(names).items()}
 
-    def _layer(self, layer_idx: int, make_linear: MakeLinear, ops: RowWiseOps) -> FlatLayer:
-        config = self.config
+    def _tensors_of_layer(self, layer_idx: int) -> dict[str, Tensor]:
+        """By their names within the layer."""
         prefix = f"model.layers.{layer_idx}."
         tensors = self._read(*layer_shapes(self.whole, layer_idx))
-        tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+        return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+
+    def _layer(self, layer_idx: int, make_linear: MakeLinear, ops: RowWiseOps) -> FlatLayer:
+        config, tensors = self.config, self._tensors_of_layer(layer_idx)
 
         def linear(*paths: str) -> nn.Module:
             return make_linear(*(_concatenated(tensors, paths, kind) for kind in ("weight", "bias")))

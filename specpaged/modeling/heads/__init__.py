@@ -1,0 +1,1 @@
+"""Heads: small models that draft from a target's hidden states."""
