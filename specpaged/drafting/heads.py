@@ -34,20 +34,30 @@ class HeadsDrafter(Drafter):
     """
 
     looks_back = False  # what it would have drafted from hidden states that are gone, nobody knows
-    stops = False
-    in_rounds = None
 
     def __init__(self, runner: ModelRunner, vocab_size: int, with_probs: bool):
         self.runner = runner
         self.with_probs = with_probs
         decoder, num_rows = runner.model.decoder, runner.model.vocab_size
         self.hidden_states = decoder.config.hidden_states
-        self._recurs = hasattr(decoder, "recur")
+        self._recurs = getattr(decoder, "recur", None) is not None
         # Of the heads' own vocabulary, those that may be sampled; and which tokens of the target these are.
         self._target_ids: Tensor | None = decoder.target_ids
         self._vocab_size, self._num_ids = vocab_size, min(num_rows, vocab_size)
         if self._target_ids is not None:
             self._num_ids = int((self._target_ids < vocab_size).sum())
+
+    @property
+    @override
+    def stops(self) -> bool:
+        """Where they decode greedily, in one call: nobody waits for a device to know."""
+        return self.runner.runs_greedy(1)
+
+    @property
+    @override
+    def in_rounds(self) -> ModelRunner | None:
+        """They themselves, where they decode greedily in one call."""
+        return self.runner if self.stops else None
 
     @override
     def propose(
@@ -59,10 +69,15 @@ class HeadsDrafter(Drafter):
         rows = [*drafting, *(row for row in rows if row.num_draft_tokens == 0)]
         if not rows:
             return drafts
-        found = self._first_pass(rows)
-        if not drafting:
+        ragged, features = self._first_pass(rows)
+        if sampling.takes_argmax and self.runner.runs_greedy(len(features)):
+            self._in_one_call(ragged, features, drafting, stop_rule, drafts)
             return drafts
         cache = self.runner.kv_cache
+        batch = pack(ragged, cache.block_size, self.runner.model.device, cache.block_stride)
+        found = self._forward(batch, Features(features))
+        if not drafting:
+            return drafts
         behind = [replace(row, token_ids=row.token_ids[1:]) for row in drafting]  # each in the place of the one before
         steps = DraftSteps(behind, cache.block_size, self.runner.model.device, cache.block_stride)
         if sampling.takes_argmax:
@@ -75,8 +90,11 @@ class HeadsDrafter(Drafter):
     def forget(self, sequence: Hashable) -> None:
         pass  # its KV is the page table's
 
-    def _first_pass(self, rows: Sequence[DraftRow]) -> ForwardOutput:
-        """Over what the target has just run; logits and hidden states of the last token of each row that drafts."""
+    @staticmethod
+    def _first_pass(rows: Sequence[DraftRow]) -> tuple[list[RaggedRow], Tensor]:
+        """Over what the target has just run, and their features [N, F]: with a token to be found behind each row that
+        drafts.
+        """
         ragged, features = [], []
         for row in rows:
             token_ids, wanted = row.token_ids[1:], int(row.num_draft_tokens > 0)
@@ -85,9 +103,27 @@ class HeadsDrafter(Drafter):
             of_row = torch.cat(states.layer_inputs, dim=-1) if states.last is None else states.last
             start = row.context_len - row.hidden_position
             features.append(of_row[start : start + len(token_ids)])
-        cache = self.runner.kv_cache
-        batch = pack(ragged, cache.block_size, self.runner.model.device, cache.block_stride)
-        return self._forward(batch, Features(torch.cat(features)))
+        return ragged, torch.cat(features)
+
+    def _in_one_call(
+        self,
+        ragged: Sequence[RaggedRow],
+        features: Tensor,
+        drafting: Sequence[DraftRow],
+        stop_rule: StopRule | None,
+        drafts: list[Draft],
+    ) -> None:
+        """Put in the drafts of those who draft, the first rows."""
+        further = [row.num_draft_tokens - 1 for row in drafting] + [0] * (len(ragged) - len(drafting))
+        # The rule's rows are those that were planned to draft: some may have had no room.
+        rule = stop_rule if drafting and stop_rule is not None and len(stop_rule.leads) == len(drafting) else None
+        found = self.runner.greedy(
+            ragged, self._num_ids, further, wants_logprobs=True, stop_rule=rule, features=features
+        )
+        of_steps = [zip(step.token_ids, step.logprobs, strict=True) for step in found]
+        for row in drafting:
+            pairs = [next(step) for step in of_steps[: row.num_draft_tokens]]
+            drafts[row.request_idx] = Draft([token_id for token_id, _ in pairs], [logprob for _, logprob in pairs])
 
     def _forward(self, batch: RaggedBatch, features: Features) -> ForwardOutput:
         return self.runner.forward(batch, hidden=_OWN, features=features)

@@ -18,6 +18,8 @@ def draft_row(
     follows_prompt: bool,
     follows_target: bool = False,
     num_looked_back: int = 0,
+    reads_target: bool = False,
+    behind_rounds: bool = False,
 ) -> DraftRow | None:
     """What the drafter has to do for a sequence that has just been committed; None if nothing.
 
@@ -27,6 +29,8 @@ def draft_row(
     proposal has failed, drafts no more. Who looks back runs all that the target has run.
     """
     sequence, table = entry.sequence, entry.sequence.page_table
+    if reads_target and hidden is None:
+        return None
     in_prefill = entry.num_new_tokens > 1 or not entry.samples
     may_draft = sequence.max_draft_tokens > 0 and not sequence.has_ended
     catches_up = may_draft and ((in_prefill and follows_prompt) or hidden is not None)
@@ -34,19 +38,22 @@ def draft_row(
     if sequence.error is not None or not (k > 0 or catches_up or num_looked_back):
         return None
     start, token_ids, blocks = 0, (), ()
+    hidden_position = entry.context_len
     if len(table.context_lens) > DRAFT:  # the drafter has KV
         start, blocks = table.context_lens[DRAFT], table.entries
+        if behind_rounds:  # which have left those hidden states that the drafter has not read
+            hidden_position = start
         if hidden is None:
             end = sequence.num_tokens if k > 0 else table.context_lens[TARGET]
         else:
-            end = table.context_lens[TARGET] + 1 if start >= entry.context_len else start
+            end = table.context_lens[TARGET] + 1 if start >= hidden_position else start
         token_ids = sequence.token_ids[start:end]
         if hidden is not None and not token_ids:
             k = 0
         if len(token_ids) > most_tokens and hidden is None:
             k, num_looked_back, token_ids = 0, 0, token_ids[:most_tokens]
     if hidden is not None:
-        hidden = hidden.first(table.context_lens[TARGET] - entry.context_len)
+        hidden = hidden.first(table.context_lens[TARGET] - hidden_position)
     elif k == 0 and not token_ids:
         return None
-    return DraftRow(sequence, token_ids, start, blocks, k, request_idx, hidden, entry.context_len, num_looked_back)
+    return DraftRow(sequence, token_ids, start, blocks, k, request_idx, hidden, hidden_position, num_looked_back)

@@ -62,6 +62,8 @@ def propose(step: SpeculativeStep, scored: ScoredStep, reserve: Reserve) -> Nois
             follows_prompt=step.planner is None,
             follows_target=step.follows_target,
             num_looked_back=num_unseen(sequence) if sequence in looking_back else 0,
+            reads_target=step.drafter.hidden_states is not None,
+            behind_rounds=scored.rounds is not None,
         )
         if row is not None:
             rows.append(row)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from functools import partial
 from itertools import compress
 from operator import gt
 from typing import TYPE_CHECKING, NamedTuple
@@ -24,6 +25,7 @@ from specpaged.verification.base import VerifyOutput
 if TYPE_CHECKING:
     from specpaged.engine.sequence import Sequence
     from specpaged.engine.step import ScoredStep, SpeculativeStep
+    from specpaged.modeling.forward_output import HiddenStates
     from specpaged.paging.page_table import PageTable
 
 _FAR_BEHIND = 16  # tokens that the drafter has not run: who has more catches up in a proposal of its own
@@ -41,8 +43,7 @@ def run_rounds(step: SpeculativeStep, entries: SequenceOf[ScheduledSequence]) ->
     drafter, planner = step.drafter, step.planner
     if step.reserve_rounds is None or step.agree is not None:
         return None
-    if drafter is not None and drafter.hidden_states is not None:
-        return None
+    reads = drafter is not None and drafter.hidden_states is not None
     sequences = []
     for entry in entries:
         if entry.num_new_tokens != 1 or not entry.samples or wants_prompt_logits(entry):
@@ -54,16 +55,17 @@ def run_rounds(step: SpeculativeStep, entries: SequenceOf[ScheduledSequence]) ->
     may_draft = drafter is not None and (wanted is None or any(wanted))
     if num_rounds < 2 and not (goes_on and may_draft):
         return None
-    in_rounds = drafter.in_rounds if may_draft else None
-    if may_draft and in_rounds is None:
+    in_rounds = drafter.in_rounds if may_draft or reads else None
+    if (may_draft or reads) and in_rounds is None:
         return None
     reserved = step.reserve_rounds(sequences, num_rounds + goes_on, wanted)
     lookup = in_rounds if isinstance(in_rounds, Lookup) else None
-    rows = [_row(entry, k, most, lookup) for entry, (k, most) in zip(entries, reserved, strict=True)]
+    row_of = _row_of_reader if reads else partial(_row, lookup=lookup)
+    rows = [row_of(entry, k, most) for entry, (k, most) in zip(entries, reserved, strict=True)]
     drafting = [row for row in rows if row.num_draft_tokens]
     if stop_rule is not None and len(stop_rule.leads) != len(drafting):
         return None  # somebody has no room: it is not for them
-    draft = None
+    draft = in_rounds if reads else None
     if drafting and lookup is None:
         draft = in_rounds
         most_tokens = max([len(row.token_ids) for row in drafting])
@@ -73,8 +75,22 @@ def run_rounds(step: SpeculativeStep, entries: SequenceOf[ScheduledSequence]) ->
     if not step.target.runs_greedy(len(rows) * (1 + longest)):
         return None
     rounds = step.target.rounds(rows, step.vocab_size, num_rounds, draft, stop_rule, goes_on)
-    rounds.num_wanted = [num_draft_tokens for num_draft_tokens, _ in reserved]
+    rounds.num_wanted = [row.num_draft_tokens for row in rows]
     return rounds if rounds.num_rounds else None
+
+
+def _row_of_reader(entry: ScheduledSequence, num_draft_tokens: int, most_tokens: int) -> DecodingRow:
+    """Of a sequence whose drafter reads what the target has run: one that lacks some of it says so, and drafts no more.
+
+    It says that it lacks the last but one of its tokens, whichever it is.
+    """
+    sequence, table = entry.sequence, entry.sequence.page_table
+    lags = len(table.context_lens) <= DRAFT or table.context_lens[DRAFT] < entry.context_len
+    row = _row(entry, 0 if lags else num_draft_tokens, most_tokens, None)
+    if not lags or entry.context_len == 0:
+        return row
+    start = entry.context_len - 1
+    return row._replace(token_ids=sequence.token_ids[start:], start=start, draft_context_len=start)
 
 
 def _row(entry: ScheduledSequence, num_draft_tokens: int, most_tokens: int, lookup: Lookup | None) -> DecodingRow:
@@ -98,6 +114,12 @@ def _row(entry: ScheduledSequence, num_draft_tokens: int, most_tokens: int, look
         table.entries,
         lookup.address(sequence, sequence.token_ids) if lookup is not None and num_draft_tokens else 0,
     )
+
+
+def unread(entries: SequenceOf[ScheduledSequence], rounds: Rounds) -> dict[Sequence, HiddenStates]:
+    """What rounds have left to a drafter that reads the target."""
+    of_entries = zip(entries, rounds.num_unread, rounds.unread, strict=False)
+    return {entry.sequence: states for entry, num_rows, states in of_entries if num_rows}
 
 
 def output_of(rounds: Rounds) -> VerifyOutput:

@@ -21,7 +21,7 @@ from specpaged.drafting.draft import NO_DRAFT
 from specpaged.engine.draft_planner import DraftPlanner
 from specpaged.engine.prompt_logprobs import record_prompt_logprobs
 from specpaged.engine.proposal import Reserve, propose
-from specpaged.engine.rounds import ReserveRounds, commit_rounds, output_of, propose_waiting, run_rounds
+from specpaged.engine.rounds import ReserveRounds, commit_rounds, output_of, propose_waiting, run_rounds, unread
 from specpaged.engine.scheduler import ScheduledSequence
 from specpaged.engine.sequence import Sequence
 from specpaged.engine.target_pass import TargetPass, run_target
@@ -133,7 +133,7 @@ class SpeculativeStep:
             self.metrics.seconds["propose"] += draft_seconds
             if self.planner is not None and self.planner.clock.tells:
                 self.planner.clock.ran(entries, rounds)
-            return ScoredStep(entries, DraftOutput([], []), sampling, None, {}, {}, rounds)
+            return ScoredStep(entries, DraftOutput([], []), sampling, None, {}, unread(entries, rounds), rounds)
         drafts = DraftOutput.of([entry.draft for entry in entries if entry.samples])
         if self.planner is not None and self.planner.clock.tells:
             if self.target.model.device.type == "cuda":  # what follows waits for it anyway

@@ -115,16 +115,19 @@ class ModelRunner:
         *,
         wants_logprobs: bool = False,
         stop_rule: StopRule | None = None,
+        features: Tensor | None = None,
     ) -> list[GreedyTokens]:
         """The most likely token, of the first num_ids ids, behind each of a row's last `num_logits` tokens.
 
         And, where a row wants `num_further` tokens, in further passes what follows the last one found: its page table
         has slots for all of these but the last. Returns what each pass finds. With a `stop_rule`, which is for the
-        first rows, and no others go on, there are fewer passes where it says so. Only where it `runs_greedy`.
+        first rows, and no others go on, there are fewer passes where it says so. `features` [N, F] are what heads read
+        beside the rows' tokens. Only where it `runs_greedy`.
         """
         self._check_threads()
         further = [0] * len(rows) if num_further is None else num_further
-        return self.model.decoder.greedy(rows, self.kv_cache, num_ids, further, wants_logprobs, stop_rule)
+        read = () if features is None else (features,)
+        return self.model.decoder.greedy(rows, self.kv_cache, num_ids, further, wants_logprobs, stop_rule, *read)
 
     def rounds(
         self,
@@ -138,14 +141,15 @@ class ModelRunner:
         """Rounds of these sequences by the most likely tokens, of the first num_ids ids, in one call.
 
         In front of each but the first `draft` drafts for the rows that want drafts, or each one's own `lookup` does, to
-        which what comes is added; by a `stop_rule` of these rows, if there is one, which also leaves out drafts.
+        which what comes is added; by a `stop_rule` of these rows, if there is one, which also leaves out drafts. Heads
+        run what stands of all rows, those that a target's pass has come behind.
         Rounds are fewer than `num_rounds` where a sequence ends, with the one in which it does, and where a row has no
         most likely token, before that round.
         Only where both models run greedily.
         """
         self._check_threads()
-        drafting = None if draft is None else (draft.model.decoder, draft.kv_cache)
         decoder = self.model.decoder
+        drafting = None if draft is None else draft.model.decoder.rounds_model(draft.kv_cache, num_ids)
         return decoder.rounds(rows, self.kv_cache, num_ids, num_rounds, drafting, stop_rule, goes_on)
 
     def _check_threads(self) -> None:

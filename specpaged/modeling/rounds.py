@@ -6,7 +6,10 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Hashable, Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from specpaged.modeling.forward_output import HiddenStates
 
 
 class DecodingRow(NamedTuple):
@@ -48,14 +51,16 @@ class Rounds:
     def __init__(self, num_rounds: int, num_seqs: int, found: list[int], beside: array[float], seconds: array[float]):
         """Of what the call has written: rounds.cpp's Found says how."""
         self.num_rounds = num_rounds
-        waiting, drafted = 1 + 2 * num_seqs, 1 + 3 * num_seqs
+        waiting, unread, drafted = 1 + 2 * num_seqs, 1 + 3 * num_seqs, 1 + 4 * num_seqs
         had = drafted + num_rounds + 1
         missed = had + num_seqs * num_rounds
         got = missed + num_seqs * num_rounds
         start = got + num_seqs * num_rounds
         self.drafts_wait = bool(found[0])
         self.draft_context_lens = found[1 + num_seqs : waiting]  # that the draft model has run, of those that wait too
-        self.num_waiting = found[waiting:drafted]
+        self.num_waiting = found[waiting:unread]
+        self.num_unread = found[unread:drafted]  # tokens that the target has run, and heads have not
+        self.unread: Sequence[HiddenStates] = ()  # of each sequence: of these
         *self.num_drafted, self.num_drafted_ahead = found[drafted:had]  # in front of each round, and behind the last
         self.num_drafts = found[had:missed]
         self.num_left_out = found[missed:got]

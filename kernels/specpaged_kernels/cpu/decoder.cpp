@@ -42,6 +42,14 @@ struct HiddenStates {
     int64_t num_layers;
     void* layer_inputs;           // [num_layers, num_rows, H]
     void* last;                   // [num_rows, H], or null: not asked for
+    int64_t is_normed;            // 1: `last` is what the final norm puts out
+};
+
+// What enters the first layer in place of the tokens' embeddings.
+template <typename T>
+struct Entering {
+    std::vector<T> x;       // [N, H]
+    std::vector<T> normed;  // [N, any width], or none: the layer's own norm makes it of x
 };
 
 template <typename T>
@@ -63,11 +71,26 @@ inline std::vector<int64_t> places(const std::vector<int64_t>& rows, const int64
     return found;
 }
 
-// pools: by layer [P * S, 2, Hkv, D]; hidden_states may be null.
+// The embeddings [count, H] of tokens.
+template <typename T>
+void embed(const Decoder& decoder, const int64_t* token_ids, int64_t count, T* to) {
+    const int64_t hidden = decoder.hidden_size;
+    const auto convert = [&](const auto* embedding) {
+        for (int64_t row = 0; row < count; ++row)
+            for (int64_t i = 0; i < hidden; ++i)
+                from_float(to_float(embedding[token_ids[row] * hidden + i]) * decoder.embedding_multiplier,
+                           to + row * hidden + i);
+    };
+    if (decoder.embedding_storage == BFLOAT16) convert((const bfloat16*)decoder.embedding);
+    else if (decoder.embedding_storage == FLOAT16) convert((const float16*)decoder.embedding);
+    else convert((const float*)decoder.embedding);
+}
+
+// pools: by layer [P * S, 2, Hkv, D]; hidden_states and entering may be null.
 template <typename T>
 void forward(const Decoder& decoder, Pass pass, void* const* pools, const int64_t* token_ids,
              const int64_t* positions, const int64_t* logits_idx, int64_t num_logits, T* logits,
-             const HiddenStates* hidden_states) {
+             const HiddenStates* hidden_states, Entering<T>* entering = nullptr) {
     const int64_t hidden = decoder.hidden_size, inner = decoder.intermediate_size, head_dim = decoder.head_dim;
     const int64_t q_size = decoder.num_heads * head_dim, qkv_size = q_size + 2 * decoder.num_kv_heads * head_dim;
     const int threads = int(pass.num_threads);
@@ -87,7 +110,7 @@ void forward(const Decoder& decoder, Pass pass, void* const* pools, const int64_
     attending_rows.erase(std::unique(attending_rows.begin(), attending_rows.end()), attending_rows.end());
     const int64_t num_outputs = all_rows ? num_rows : int64_t(output_rows.size());
     const int64_t most_rows = std::max(num_rows, num_outputs);
-    std::vector<T> x(size_t(num_rows * hidden)), normed(size_t(most_rows * hidden)), added(normed.size());
+    std::vector<T> x(entering ? 0 : size_t(num_rows * hidden)), normed(size_t(most_rows * hidden)), added(normed.size());
     std::vector<T> qkv(size_t(num_rows * qkv_size)), attended(size_t(num_rows * q_size));
     std::vector<T> gates(size_t(most_rows * 2 * inner)), through(size_t(most_rows * inner));
     std::vector<float> cosine, sine;
@@ -112,25 +135,22 @@ void forward(const Decoder& decoder, Pass pass, void* const* pools, const int64_
         std::swap(added, normed);
     };
 
-    const auto embed = [&](const auto* embedding) {
+    if (entering) x.swap(entering->x);
+    else
         by_rows([&](int64_t first, int64_t count) {
-            for (int64_t row = first; row < first + count; ++row)
-                for (int64_t i = 0; i < hidden; ++i)
-                    from_float(to_float(embedding[token_ids[row] * hidden + i]) * decoder.embedding_multiplier,
-                               &x[size_t(row * hidden + i)]);
+            embed(decoder, token_ids + first, count, &x[size_t(first * hidden)]);
         });
-    };
-    if (decoder.embedding_storage == BFLOAT16) embed((const bfloat16*)decoder.embedding);
-    else if (decoder.embedding_storage == FLOAT16) embed((const float16*)decoder.embedding);
-    else embed((const float*)decoder.embedding);
     for (int64_t layer_idx = 0; layer_idx < decoder.num_layers; ++layer_idx) {
         const Layer& layer = decoder.layers[layer_idx];
-        add_and_norm(layer_idx ? added.data() : nullptr, layer.before_attention);
+        const bool is_normed = layer_idx == 0 && entering && !entering->normed.empty();
+        if (!is_normed) add_and_norm(layer_idx ? added.data() : nullptr, layer.before_attention);
         for (int64_t i = 0; hidden_states && i < hidden_states->num_layers; ++i)
             if (hidden_states->layers[i] == layer_idx)
                 gather(x, hidden_states->rows, hidden_states->num_rows, hidden,
                        (T*)hidden_states->layer_inputs + i * hidden_states->num_rows * hidden);
-        apply(normed, layer.qkv, layer.qkv_bias, hidden, qkv_size, qkv.data());
+        const std::vector<T>& read = is_normed ? entering->normed : normed;
+        const int64_t width = is_normed ? int64_t(read.size()) / num_rows : hidden;
+        apply(read, layer.qkv, layer.qkv_bias, width, qkv_size, qkv.data());
         const int64_t half = layer.cosine ? layer.rope_half : 0;
         cosine.resize(size_t(num_rows * half));
         sine.resize(cosine.size());
@@ -172,10 +192,11 @@ void forward(const Decoder& decoder, Pass pass, void* const* pools, const int64_
     if (wants_last) {
         const int64_t *rows = hidden_states->rows, count = hidden_states->num_rows;
         T* last = (T*)hidden_states->last;
+        const std::vector<T>& from = hidden_states->is_normed ? normed : x;
         if (all_rows) {
-            gather(x, rows, count, hidden, last);
+            gather(from, rows, count, hidden, last);
         } else {
-            gather(x, places(output_rows, rows, count).data(), count, hidden, last);
+            gather(from, places(output_rows, rows, count).data(), count, hidden, last);
             normed = gather(normed, places(output_rows, logits_idx, num_logits), hidden);
             num_rows = num_logits;
             if (num_logits == 0) return;

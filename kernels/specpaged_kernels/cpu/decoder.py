@@ -68,6 +68,7 @@ class HiddenStates(ctypes.Structure):
         ("num_layers", ctypes.c_int64),
         ("layer_inputs", ctypes.c_void_p),
         ("last", ctypes.c_void_p),
+        ("is_normed", ctypes.c_int64),
     ]
 
 
@@ -92,5 +93,5 @@ def functions() -> dict:
 @functools.cache
 def greedy_functions() -> dict:
     """Passes over what sequences have to run, then over each token found, in each dtype. Raises BuildError."""
-    arguments = [POINTER, POINTER, POINTER, POINTER, SIZE, SIZE, SIZE, INT, POINTER, POINTER, POINTER, POINTER]
+    arguments = [POINTER, POINTER, POINTER, POINTER, SIZE, SIZE, SIZE, INT, *[POINTER] * 5]
     return library_functions("greedy", arguments, INT)

@@ -87,8 +87,8 @@ private:
 };
 
 // The sequences that `ints` describe; a Status where one leads outside of what it names.
-inline int read(const int64_t* ints, int64_t num_ints, int64_t num_seqs, const Decoder& decoder, const Pass& geometry,
-                std::vector<Sequence>* sequences) {
+inline int read(const int64_t* ints, int64_t num_ints, int64_t num_seqs, int64_t num_positions, int64_t num_tokens,
+                const Pass& geometry, std::vector<Sequence>* sequences) {
     constexpr int64_t HEAD = 5;
     const int64_t* const end = ints + num_ints;
     for (int64_t seq = 0; seq < num_seqs; ++seq) {
@@ -102,11 +102,11 @@ inline int read(const int64_t* ints, int64_t num_ints, int64_t num_seqs, const D
         ints += s.num_blocks;
         if (s.num_logits < 0 || s.num_logits > s.num_tokens || s.num_steps < 0 || (s.num_steps && !s.num_logits))
             return LOGITS_IDX;
-        const int64_t most = std::min<int64_t>(decoder.num_positions, INT32_MAX - 2 * CHUNK);
+        const int64_t most = std::min<int64_t>(num_positions, INT32_MAX - 2 * CHUNK);
         if (s.context_len < 0 || s.context_len > most) return CONTEXT_LENS;
         if (s.num_steps > most || s.num_slots() > most) return POSITIONS;
         if (s.num_slots() > s.num_blocks * geometry.block_size) return CONTEXT_LENS;
-        if (!all_below(s.token_ids, s.num_tokens, decoder.vocab_size)) return TOKEN_IDS;
+        if (!all_below(s.token_ids, s.num_tokens, num_tokens)) return TOKEN_IDS;
         for (int64_t start = 0, block = 0; start < s.num_slots(); start += geometry.block_size, ++block) {
             const int64_t number = s.blocks[block], count = std::min(geometry.block_size, s.num_slots() - start);
             if (number < 0 || number > geometry.num_slots) return PAGE_TABLE;
@@ -232,13 +232,38 @@ void find(const T* logits, int64_t num_logits, int64_t vocab_size, int64_t num_i
     });
 }
 
+// A decoder's passes. Others have these members, too, and need not hold to one kind of pass.
 template <typename T>
-int greedy(const Decoder& decoder, const Pass& geometry, void* const* pools, const int64_t* ints, int64_t num_ints,
-           int64_t num_seqs, int64_t num_ids, bool wants_logprobs, const StopRule* rule, int64_t* token_ids,
-           float* logprobs, int64_t* num_done) {
-    if (num_ids < 1 || num_ids > decoder.vocab_size) return VOCAB_SIZE;
+struct DecoderPasses {
+    const Decoder& decoder;
+    const Pass& geometry;
+    void* const* pools;
+    const HiddenStates* hidden_states;  // of the first pass, or null
+
+    int64_t num_positions() const { return decoder.num_positions; }
+    int64_t num_tokens() const { return decoder.vocab_size; }  // that may be run
+    int64_t vocab_size() const { return decoder.vocab_size; }  // columns of logits
+    // The pass of a step over these tables: logits [tables' own, V].
+    void run(Tables& tables, int64_t step, T* logits) {
+        const Pass pass = tables.pass(geometry);
+        forward(decoder, pass, pools, tables.token_ids(), tables.positions(), tables.logits_idx(), tables.num_logits(),
+                logits, step ? nullptr : hidden_states);
+    }
+    // What a token is called by whoever asked, of the first `count` that a step has found.
+    void rename(int64_t*, int64_t) const {}
+    // Of those who had logits, these go on.
+    void keep(const std::vector<int64_t>&) {}
+};
+
+template <typename T, typename Passes>
+int greedy(Passes passes, const int64_t* ints, int64_t num_ints, int64_t num_seqs, int64_t num_ids,
+           bool wants_logprobs, const StopRule* rule, int64_t* token_ids, float* logprobs, int64_t* num_done) {
+    const int64_t vocab_size = passes.vocab_size();
+    const Pass& geometry = passes.geometry;
+    if (num_ids < 1 || num_ids > vocab_size) return VOCAB_SIZE;
     std::vector<Sequence> sequences;
-    const int status = read(ints, num_ints, num_seqs, decoder, geometry, &sequences);
+    const int status =
+        read(ints, num_ints, num_seqs, passes.num_positions(), passes.num_tokens(), geometry, &sequences);
     if (status != OK) return status;
     std::optional<Stopping> stopping;
     if (rule) {
@@ -256,26 +281,29 @@ int greedy(const Decoder& decoder, const Pass& geometry, void* const* pools, con
     int64_t room = 0;
     for (*num_done = 0;;) {
         const int64_t step = (*num_done)++, num_logits = tables.num_logits();
-        const Pass pass = tables.pass(geometry);
-        if (num_logits > room) logits.reset(new T[size_t((room = num_logits) * decoder.vocab_size)]);
-        forward(decoder, pass, pools, tables.token_ids(), tables.positions(), tables.logits_idx(), num_logits,
-                logits.get(), nullptr);
-        find(logits.get(), num_logits, decoder.vocab_size, num_ids, wants_logprobs, token_ids, logprobs,
+        if (num_logits > room) logits.reset(new T[size_t((room = num_logits) * vocab_size)]);
+        passes.run(tables, step, logits.get());
+        find(logits.get(), num_logits, vocab_size, num_ids, wants_logprobs, token_ids, logprobs,
              int(geometry.num_threads));
-        std::vector<int64_t> going_on;
+        passes.rename(token_ids, num_logits);
+        std::vector<int64_t> going_on, rows;  // by their logits
+        int64_t row = 0;
         last.clear();
         for (const int64_t seq : seqs) {
             const int64_t num_found = step ? 1 : sequences[size_t(seq)].num_logits;
             token_ids += num_found;
             logprobs += num_found;
+            row += num_found;
             if (rule && seq < rule->num_seqs) stopping->found(seq, step, logprobs[-1]);
             if (sequences[size_t(seq)].num_steps > step) {
                 going_on.push_back(seq);
+                rows.push_back(row - 1);
                 last.push_back(token_ids[-1]);
             }
         }
         seqs.swap(going_on);
         if (seqs.empty() || (rule && !stopping->goes_on(seqs))) return OK;
+        passes.keep(rows);
         tables = Tables();
         for (size_t i = 0; i < seqs.size(); ++i) {
             const Sequence& s = sequences[size_t(seqs[i])];
@@ -288,16 +316,17 @@ int greedy(const Decoder& decoder, const Pass& geometry, void* const* pools, con
 
 // `ints` [num_ints] are the Sequences; of `geometry` all is read but what a Tables has. Found are, step by step, the
 // most likely of the first num_ids ids, and their log-softmax, as many as sequences ask for: steps of which num_done
-// were made, fewer than that with a rule (or null). Returns a Status.
+// were made, fewer than that with a rule (or null). hidden_states (or null) are the first pass's. Returns a Status.
 #undef DEFINE
 #define DEFINE(SUFFIX, TYPE)                                                                                          \
     extern "C" int greedy_##SUFFIX(const Decoder* decoder, const Pass* geometry, void* const* pools,                  \
                                    const int64_t* ints, int64_t num_ints, int64_t num_seqs, int64_t num_ids,          \
                                    int wants_logprobs, const StopRule* rule, int64_t* token_ids, float* logprobs,     \
-                                   int64_t* num_done) {                                                               \
+                                   int64_t* num_done, const HiddenStates* hidden_states) {                            \
         return guarded([&] {                                                                                          \
-            return greedy<TYPE>(*decoder, *geometry, pools, ints, num_ints, num_seqs, num_ids, wants_logprobs, rule,  \
-                                token_ids, logprobs, num_done);                                                       \
+            const DecoderPasses<TYPE> passes = {*decoder, *geometry, pools, hidden_states};                           \
+            return greedy<TYPE>(passes, ints, num_ints, num_seqs, num_ids, wants_logprobs, rule, token_ids, logprobs, \
+                                num_done);                                                                            \
         });                                                                                                           \
     }
 

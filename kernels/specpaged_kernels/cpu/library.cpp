@@ -1,5 +1,6 @@
 // All kernels, in one library.
 
+#include "heads.cpp"
 #include "rounds.cpp"
 #include "sampling.cpp"
 

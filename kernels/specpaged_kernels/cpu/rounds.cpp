@@ -1,7 +1,9 @@
 // Rounds of sequences that decode by the most likely tokens: several in one call, between two decisions of the host,
 // which describes the sequences in ints. A round runs the target over each one's last known token and its drafts, and
 // keeps the drafts that are the target's own tokens, with the token that follows them. In front of every round but the
-// first, whose drafts the host brings, a draft model drafts for those that want drafts, or a lookup in their own tokens.
+// first, whose drafts the host brings, a draft model drafts for those that want drafts, or a lookup in their own tokens,
+// or heads that read the target: these run each token that stands, with the target's hidden state before it, whether or
+// not its sequence wants drafts; and the host gets the hidden states that they have not read.
 // With a rule, those that are not worth verifying are left out; of the first one of these it is told what it was, as
 // whether it would have stood is known where all before it do.
 // Two sequences, of which the first wants two:
@@ -21,15 +23,24 @@
 
 namespace {
 
-using Greedy = int (*)(const Decoder*, const Pass*, void* const*, const int64_t*, int64_t, int64_t, int64_t, int,
-                       const StopRule*, int64_t*, float*, int64_t*);
+// See greedy.cpp, whose last argument says which hidden states of the first pass are wanted; heads.cpp's are features.
+using Greedy = int (*)(const void*, const Pass*, void* const*, const int64_t*, int64_t, int64_t, int64_t, int,
+                       const StopRule*, int64_t*, float*, int64_t*, const void*);
 
-// A model on its KV, and what decodes it: see greedy.cpp.
+// A model on its KV, and what decodes it.
 struct Model {
     Greedy greedy;
-    const Decoder* decoder;
+    const void* decoder;  // or Heads
     const Pass* geometry;
     void* const* pools;
+    int64_t num_ids;  // that it may find, the first ones
+    // Of heads, what they read of each token that the target has run.
+    int64_t reads_last, num_layers;  // its last hidden state, or those that enter `layers`
+    const int64_t* layers;
+    int64_t hidden_bytes;  // of one
+
+    bool reads() const { return reads_last || num_layers; }
+    int64_t feature_bytes() const { return hidden_bytes * (reads_last + num_layers); }
 };
 
 // In ints one after the other: these nine, its last known tokens, its drafts, its stop ids, its blocks.
@@ -44,6 +55,7 @@ struct Decoding {
     Lookup* index;  // its address: of all known tokens, to which those that come are added; it drafts if no model does
 
     std::vector<int64_t> known, drafts;
+    std::vector<char> features;   // of heads: of the tokens that the target has run, and they have not
     std::vector<float> evidence;  // of each draft, if they were made here, and of the one that was left out
     std::vector<int64_t> left_out;  // the first draft that was, if any
     const int64_t *stop_ids, *blocks;
@@ -66,7 +78,7 @@ inline int read_decoding(const int64_t* ints, int64_t num_ints, int64_t num_seqs
     for (int64_t seq = 0; seq < num_seqs; ++seq) {
         if (end - ints < HEAD) return TOKEN_IDS;
         Decoding s = {ints[0], ints[1], ints[2], ints[3], ints[4], ints[5], ints[6], ints[7],
-                      (Lookup*)ints[8], {}, {}, {}, {}, {}, {}};
+                      (Lookup*)ints[8], {}, {}, {}, {}, {}, {}, {}};
         ints += HEAD;
         if (s.num_known < 1 || s.num_known > end - ints) return TOKEN_IDS;
         s.known.assign(ints, ints + s.num_known);
@@ -90,9 +102,8 @@ inline int read_decoding(const int64_t* ints, int64_t num_ints, int64_t num_seqs
 
 class Rounds {
 public:
-    Rounds(const Model& target, const Model* draft, const StopRule* rule, int64_t num_ids,
-           std::vector<Decoding>* sequences)
-        : target_(target), draft_(draft), rule_(rule), num_ids_(num_ids), sequences_(*sequences) {
+    Rounds(const Model& target, const Model* draft, const StopRule* rule, std::vector<Decoding>* sequences)
+        : target_(target), draft_(draft), rule_(rule), sequences_(*sequences) {
         // The rule's rows are those of all who want drafts; else it was made for others.
         int64_t num_wanting = 0;
         for (const Decoding& s : sequences_) num_wanting += s.num_wanted > 0;
@@ -115,7 +126,17 @@ public:
             num_rows += count;
         }
         int64_t num_passes;
-        const int status = run(target_, sequences_.size(), num_rows, false, nullptr, &num_passes);
+        HiddenStates hidden = {};
+        const bool reads = draft_ && draft_->reads();
+        if (reads) {
+            for (int64_t row = int64_t(rows_.size()); row < num_rows; ++row) rows_.push_back(row);
+            hidden_.resize(size_t(num_rows * draft_->feature_bytes()));
+            void* const buffer = hidden_.data();
+            hidden = {rows_.data(), num_rows, draft_->layers, draft_->num_layers, buffer, nullptr, 0};
+            if (draft_->reads_last) hidden.last = hidden_.data() + num_rows * draft_->num_layers * draft_->hidden_bytes;
+        }
+        const int status =
+            run(target_, sequences_.size(), num_rows, false, nullptr, &num_passes, reads ? &hidden : nullptr);
         if (status != OK) return status;
         std::vector<int64_t> num_kept;
         const auto row_is_ok = [&](int64_t row) { return logprobs_[size_t(row)] == logprobs_[size_t(row)]; };
@@ -131,9 +152,10 @@ public:
         }
         row = 0;
         for (size_t i = 0; i < sequences_.size(); ++i) {
-            const int64_t num_rows = 1 + int64_t(sequences_[i].drafts.size());
+            const int64_t of_sequence = 1 + int64_t(sequences_[i].drafts.size());
+            if (reads) read(&sequences_[i], row, num_kept[i] + 1, num_rows);
             keep(&sequences_[i], &token_ids_[size_t(row)], num_kept[i]);
-            row += num_rows;
+            row += of_sequence;
         }
         return OK;
     }
@@ -158,6 +180,16 @@ public:
     bool wants_drafts_of_nobody() const {
         return std::any_of(sequences_.begin(), sequences_.end(),
                            [](const Decoding& s) { return s.num_wanted > 0 && !s.index; });
+    }
+    // Where nobody wants drafts, heads read all that the target has run: else the host does it.
+    void follow() {
+        std::vector<Decoding*> all;
+        for (Decoding& s : sequences_) {
+            if (s.num_wanted > 0 && !s.has_ended) return;
+            if (!s.features.empty()) all.push_back(&s);
+        }
+        int64_t num_steps;
+        if (!all.empty()) run_heads(all, [](const Decoding*) { return int64_t(0); }, {}, &num_steps);
     }
     // Drafts for the round that would be next, of those who go on. Where that fails, there are none.
     int draft_ahead() {
@@ -187,6 +219,7 @@ private:
             }
             return OK;
         }
+        if (draft_->reads()) return make_drafts_of_heads();
         std::vector<Decoding*> drafting;
         ints_.clear();
         int64_t num_found = 0, num_steps = 0;  // which may be fewer than are useful
@@ -199,7 +232,59 @@ private:
             num_found += count;
         }
         if (drafting.empty()) return OK;
-        std::vector<double> leads, expected;  // of those who draft: some may have ended, or have no room
+        const int status = run_draft(drafting, drafting.size(), num_found, &num_steps, nullptr);
+        if (status != OK) return status;
+        for (auto* s : drafting) s->draft_context = s->num_tokens() + std::min(num_steps, num_useful(*s)) - 1;
+        take(drafting, num_steps);
+        return OK;
+    }
+
+    // Nothing of drafts stays in their KV: a step behind the first one reads what the one before has left.
+    int make_drafts_of_heads() {
+        const auto num_useful = [](const Decoding* s) {
+            return s->features.empty() ? 0 : std::max<int64_t>(0, std::min(s->num_wanted, s->most - 1));
+        };
+        std::vector<Decoding*> all;
+        for (Decoding& s : sequences_)
+            if (!s.features.empty()) all.push_back(&s);
+        const auto middle = std::stable_partition(all.begin(), all.end(), num_useful);
+        if (middle == all.begin()) return OK;  // others wait, too: their hidden states are kept
+        int64_t num_steps = 0;
+        const std::vector<Decoding*> drafting(all.begin(), middle);
+        const int status = run_heads(all, num_useful, drafting, &num_steps);
+        if (status == OK) take(drafting, num_steps);
+        return status;
+    }
+
+    template <typename NumUseful>
+    int run_heads(const std::vector<Decoding*>& all, const NumUseful& num_useful,
+                  const std::vector<Decoding*>& drafting, int64_t* num_steps) {
+        ints_.clear();
+        features_.clear();
+        int64_t num_found = 0;
+        for (const Decoding* s : all) {
+            const int64_t num_rows = s->num_tokens() - 1 - s->draft_context, count = num_useful(s);
+            for (const int64_t value : {num_rows, s->draft_context, int64_t(count > 0), std::max<int64_t>(0, count - 1)})
+                ints_.push_back(value);
+            ints_.push_back(s->num_blocks);
+            ints_.insert(ints_.end(), s->known.end() - num_rows, s->known.end());
+            ints_.insert(ints_.end(), s->blocks, s->blocks + s->num_blocks);
+            features_.insert(features_.end(), s->features.begin(), s->features.end());
+            num_found += count;
+        }
+        const int status = run_draft(drafting, all.size(), num_found, num_steps, features_.data());
+        if (status != OK) return status;
+        for (Decoding* s : all) {
+            s->draft_context = s->num_tokens() - 1;
+            s->features.clear();
+        }
+        return OK;
+    }
+
+    // Runs what ints_ describe, by the rule if there is one; of those who draft, the first ones, some may have ended.
+    int run_draft(const std::vector<Decoding*>& drafting, size_t num_seqs, int64_t num_found, int64_t* num_steps,
+                  const void* features) {
+        std::vector<double> leads, expected;
         StopRule rule = {};
         if (rule_) {
             for (const auto* s : drafting) {
@@ -211,17 +296,33 @@ private:
             rule.expected = expected.data();
             rule.num_seqs = int64_t(drafting.size());
         }
-        const int status = run(*draft_, drafting.size(), num_found, true, rule_ ? &rule : nullptr, &num_steps);
-        if (status != OK) return status;
+        const bool has_rule = rule_ && !drafting.empty();
+        return run(*draft_, num_seqs, num_found, true, has_rule ? &rule : nullptr, num_steps, features);
+    }
+
+    // The drafts that the steps have found.
+    void take(const std::vector<Decoding*>& drafting, int64_t num_steps) {
+        std::vector<int64_t> counts;
+        for (const auto* s : drafting) counts.push_back(std::min(s->num_wanted, s->most - 1));
         size_t next = 0;
-        for (auto* s : drafting) s->draft_context = s->num_tokens() + std::min(num_steps, num_useful(*s)) - 1;
         for (int64_t step = 0; step < num_steps; ++step)
-            for (auto* s : drafting)
-                if (step < num_useful(*s)) {
-                    s->drafts.push_back(token_ids_[next]);
-                    s->evidence.push_back(logprobs_[next++]);
+            for (size_t i = 0; i < drafting.size(); ++i)
+                if (step < counts[i]) {
+                    drafting[i]->drafts.push_back(token_ids_[next]);
+                    drafting[i]->evidence.push_back(logprobs_[next++]);
                 }
-        return OK;
+    }
+
+    // Keeps the hidden states of the first `count` rows of a sequence, of a pass over num_rows, row by row.
+    void read(Decoding* s, int64_t first, int64_t count, int64_t num_rows) const {
+        const int64_t size = draft_->hidden_bytes, num_states = draft_->num_layers + draft_->reads_last;
+        if (s->draft_context + int64_t(s->features.size()) / draft_->feature_bytes() < s->num_tokens() - 1)
+            return;  // it lacks those before
+        for (int64_t row = first; row < first + count; ++row)
+            for (int64_t i = 0; i < num_states; ++i) {
+                const char* const state = hidden_.data() + (i * num_rows + row) * size;
+                s->features.insert(s->features.end(), state, state + size);
+            }
     }
 
     // How many of its drafts are. What a match of n tokens says is told as draft_planner.evidence_of has it.
@@ -272,20 +373,20 @@ private:
     }
 
     int run(const Model& model, size_t num_seqs, int64_t num_found, bool wants_logprobs, const StopRule* rule,
-            int64_t* num_done) {
+            int64_t* num_done, const void* hidden_or_features) {
         token_ids_.resize(size_t(num_found));
         logprobs_.resize(size_t(num_found));
         return model.greedy(model.decoder, model.geometry, model.pools, ints_.data(), int64_t(ints_.size()),
-                            int64_t(num_seqs), num_ids_, wants_logprobs, rule, token_ids_.data(), logprobs_.data(),
-                            num_done);
+                            int64_t(num_seqs), model.num_ids, wants_logprobs, rule, token_ids_.data(),
+                            logprobs_.data(), num_done, hidden_or_features);
     }
 
     const Model& target_;
     const Model* draft_;
     const StopRule* rule_;
-    int64_t num_ids_;
     std::vector<Decoding>& sequences_;
-    std::vector<int64_t> ints_, token_ids_;
+    std::vector<int64_t> ints_, token_ids_, rows_;
+    std::vector<char> hidden_, features_;
     std::vector<float> logprobs_;
 };
 
@@ -295,6 +396,7 @@ private:
 //   [sequences]           tokens that came
 //   [sequences]           tokens that the draft model has run
 //   [sequences]           drafts that wait
+//   [sequences]           tokens that the target has run and heads have not, of which hidden states come along
 //   [rounds + 1]          drafts that were made in front of each, and behind the last one, for all sequences together
 //   [sequences, rounds]   drafts that a round had
 //   [sequences, rounds]   whether one more was left out
@@ -308,11 +410,16 @@ public:
     Found(int64_t* ints, float* floats, int64_t room) : first_(ints), ints_(ints), floats_(floats), room_(room) {}
 
     // Returns a Status.
-    int write(const std::vector<Decoding>& sequences, int64_t num_rounds, bool drafts_wait, int64_t* num_written) {
+    int write(const std::vector<Decoding>& sequences, int64_t num_rounds, bool drafts_wait, int64_t feature_bytes,
+              char* features, int64_t* num_written) {
         add(drafts_wait);
         for (const Decoding& s : sequences) add(s.num_new());
         for (const Decoding& s : sequences) add(s.draft_context);
         for (const Decoding& s : sequences) add(int64_t(s.drafts.size()));
+        for (const Decoding& s : sequences) {
+            add(feature_bytes ? int64_t(s.features.size()) / feature_bytes : 0);
+            features = std::copy(s.features.begin(), s.features.end(), features);
+        }
         for (size_t i = 0; i < size_t(num_rounds); ++i) {
             int64_t num_made = 0;
             for (const Decoding& s : sequences) num_made += s.made[i];
@@ -355,16 +462,18 @@ private:
 // most likely token. Nobody wants drafts, or `draft` makes them, with a rule if there is one, for those that want
 // drafts, or each one's index. If the host `goes_on`, those of the round that would be next are made
 // as well, for the sequences that have not ended. Written are `num_done`; what rounds come to, as Found says, into
-// `found` and `beside` [room], of which `num_written` are ints; and `seconds` [num_rounds + 1, 2] of the target's passes
+// `found` and `beside` [room], of which `num_written` are ints, and the hidden states that heads have not read, of at
+// most all tokens that may come, into `features`, row by row; and `seconds` [num_rounds + 1, 2] of the target's passes
 // and of the drafting before them. Returns a Status: of what the first round lacks.
-extern "C" int rounds(const Model* target, const Model* draft, const StopRule* rule, int64_t num_ids, int64_t num_rounds,
+extern "C" int rounds(const Model* target, const Model* draft, const StopRule* rule, int64_t num_rounds,
                       int64_t goes_on, const int64_t* ints, int64_t num_ints, int64_t num_seqs, int64_t* found,
-                      float* beside, int64_t room, double* seconds, int64_t* num_done, int64_t* num_written) {
+                      float* beside, int64_t room, char* features, double* seconds, int64_t* num_done,
+                      int64_t* num_written) {
     return guarded([&]() -> int {
         std::vector<Decoding> sequences;
         const int status = read_decoding(ints, num_ints, num_seqs, &sequences);
         if (status != OK) return status;
-        Rounds rounds(*target, draft, rule, num_ids, &sequences);
+        Rounds rounds(*target, draft, rule, &sequences);
         if (!draft && rounds.wants_drafts_of_nobody()) return CONTEXT_LENS;
         const auto timed = [](double* taken, auto&& run) {
             const auto start = std::chrono::steady_clock::now();
@@ -384,7 +493,10 @@ extern "C" int rounds(const Model* target, const Model* draft, const StopRule* r
         const bool is_whole = *num_done == num_rounds || rounds.has_one_ended();
         const auto drafting = [&] { return rounds.draft_ahead(); };
         const bool drafts_wait = goes_on && is_whole && timed(seconds + 2 * *num_done + 1, drafting) == OK;
+        if (draft && draft->reads()) rounds.follow();
         rounds.leave(drafts_wait);
-        return Found(found, beside, room).write(sequences, *num_done, drafts_wait, num_written);
+        const int64_t feature_bytes = draft ? draft->feature_bytes() : 0;
+        return Found(found, beside, room)
+            .write(sequences, *num_done, drafts_wait, feature_bytes, features, num_written);
     });
 }

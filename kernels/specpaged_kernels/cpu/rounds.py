@@ -12,7 +12,12 @@ from specpaged_kernels.cpu.library import INT, POINTER, SIZE, SOURCE
 class Model(ctypes.Structure):
     """The struct of the same name in the C++ file."""
 
-    _fields_ = [(name, ctypes.c_void_p) for name in ("greedy", "decoder", "geometry", "pools")]
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("greedy", "decoder", "geometry", "pools")),
+        *((name, ctypes.c_int64) for name in ("num_ids", "reads_last", "num_layers")),
+        ("layers", ctypes.c_void_p),
+        ("hidden_bytes", ctypes.c_int64),
+    ]
 
 
 @functools.cache
@@ -23,14 +28,15 @@ def function() -> object:
         POINTER,
         POINTER,
         POINTER,
-        *[SIZE] * 3,
+        SIZE,
+        SIZE,
         POINTER,
         SIZE,
         SIZE,
         POINTER,
         POINTER,
         SIZE,
-        *[POINTER] * 3,
+        *[POINTER] * 4,
     ]
     found.restype = INT
     return found

@@ -126,7 +126,7 @@ class FlatSource(Source):
         final_norm = ops.norm(ends[weights.FINAL_NORM])
         decoder = FlatDecoder(config, embedding, layers, final_norm, output, self._rotations(), self.dtype)
         decoder = decoder.eval().requires_grad_(False)
-        return CppDecoder(config, decoder) if self.shard is None and is_all_cpp(decoder) else decoder
+        return CppDecoder(config, decoder) if self.shard is None and is_all_cpp(decoder.layers, [output]) else decoder
 
     def _rotations(self) -> Rotations:
         """cos and sin [max_model_len, R / 2] float32 of all positions."""

@@ -59,13 +59,25 @@ class CloverDecoder(nn.Module):
         self._target = [target]  # whose tensors are not ours to hold
         self.regressive, self.recurrent = regressive, recurrent
         self.layers = nn.ModuleList(layers)
-        self.block_norm, self.head_norm = block_norm, head_norm
+        self.final_norm, self.head_norm = block_norm, head_norm
         self.first, self.later = first, later
         self.ropes = tuple(rotations)
         for rope, (cos, sin) in rotations.items():
             self.register_buffer(f"{rope}_cos", cos, persistent=False)
             self.register_buffer(f"{rope}_sin", sin, persistent=False)
         self.target_ids = None  # its vocabulary is the target's
+
+    @property
+    def ends(self) -> FlatDecoder:
+        """Whose embedding and output layer it has."""
+        return self._target[0]
+
+    @property
+    def linears(self) -> list[nn.Module]:
+        """Those that are not of its layers."""
+        attentions = (self.regressive, self.recurrent)
+        of_attentions = [linear for part in attentions for linear in (part.query, part.key_value)]
+        return [*of_attentions, self.first, self.later, self.ends.output]
 
     @override
     def forward(
@@ -81,7 +93,7 @@ class CloverDecoder(nn.Module):
             x, normed = layer.norm_before_attention.add(x, added)
             output_idx = request.output_idx if layer_idx + 1 == len(self.layers) else None
             x, added = layer(x, normed, rotations, paged_pass, output_idx)
-        _, normed = self.block_norm.add(x, added)
+        _, normed = self.final_norm.add(x, added)
         last = request.output_rows(normed, request.hidden_idx) if request.wants_last else None
         logits = self._logits(self.first(request.output_rows(normed, request.logits_idx)))
         return ForwardOutput(logits, None, request.hidden_states(last, {}))
@@ -93,10 +105,9 @@ class CloverDecoder(nn.Module):
         return self._logits(self.later(torch.cat((hidden, embedded), dim=-1))), hidden
 
     def _embedded(self, token_ids: Tensor) -> Tensor:
-        (target,) = self._target
-        embedded = F.embedding(token_ids, target.embedding).to(self.dtype)
-        return embedded if target.embedding_multiplier == 1.0 else embedded * target.embedding_multiplier
+        ends = self.ends
+        embedded = F.embedding(token_ids, ends.embedding).to(self.dtype)
+        return embedded if ends.embedding_multiplier == 1.0 else embedded * ends.embedding_multiplier
 
     def _logits(self, x: Tensor) -> Tensor:
-        (target,) = self._target
-        return target.finished(target.output(self.head_norm(x)))
+        return self.ends.finished(self.ends.output(self.head_norm(x)))

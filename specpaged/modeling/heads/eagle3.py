@@ -26,6 +26,8 @@ class Eagle3Decoder(nn.Module):
         finds                d1     d2
     """
 
+    embedding_multiplier = 1.0
+
     def __init__(
         self,
         config: HeadsConfig,
@@ -48,13 +50,23 @@ class Eagle3Decoder(nn.Module):
         self.embedding = nn.Parameter(embedding, requires_grad=False)
         self.fc, self.norm_before_fc, self.fc_norms = fc, norm_before_fc, nn.ModuleList(fc_norms)
         self.token_norm, self.feature_norm = token_norm, feature_norm
-        self.layer = layer
+        self.layers = nn.ModuleList([layer])
         self.final_norm, self.output = final_norm, output
         self.ropes = tuple(rotations)
         for rope, (cos, sin) in rotations.items():
             self.register_buffer(f"{rope}_cos", cos, persistent=False)
             self.register_buffer(f"{rope}_sin", sin, persistent=False)
         self.register_buffer("target_ids", target_ids, persistent=False)
+
+    @property
+    def ends(self) -> Eagle3Decoder:
+        """Whose embedding and output layer it has."""
+        return self
+
+    @property
+    def linears(self) -> list[nn.Module]:
+        """Those that are not of its layers."""
+        return [self.fc, self.output]
 
     @override
     def forward(
@@ -71,7 +83,8 @@ class Eagle3Decoder(nn.Module):
             for rope in self.ropes
         }
         both = torch.cat((tokens, normed), dim=-1)
-        x, added = self.layer(x, both, rotations, paged_pass, request.output_idx)
+        (layer,) = self.layers
+        x, added = layer(x, both, rotations, paged_pass, request.output_idx)
         x, normed = self.final_norm.add(x, added)
         last = None
         if request.wants_last:

@@ -18,6 +18,7 @@ from specpaged.modeling.flat.source import FlatSource, MakeLinear
 from specpaged.modeling.flat.weights import Checkpoint, layer_shapes
 from specpaged.modeling.heads.clover import CloverDecoder, ResAttention
 from specpaged.modeling.heads.config import HeadsConfig
+from specpaged.modeling.heads.cpp_heads import CppHeads, are_all_cpp
 from specpaged.modeling.heads.eagle3 import Eagle3Decoder
 from specpaged.modeling.loaded_model import LoadedModel
 
@@ -66,7 +67,8 @@ class HeadsSource(FlatSource):
         tensors = self._read(*names)
         linear = partial(_linear, make_linear, tensors)
         make = self._eagle3 if self.heads.method == "eagle3" else self._clover
-        return make(tensors, linear, make_linear, ops).eval().requires_grad_(False)
+        decoder = make(tensors, linear, make_linear, ops).eval().requires_grad_(False)
+        return CppHeads(decoder, self.target.hidden_size) if are_all_cpp(decoder) else decoder
 
     def _eagle3(
         self, tensors: dict[str, Tensor], linear: MakeLinear, make_linear: MakeLinear, ops: RowWiseOps

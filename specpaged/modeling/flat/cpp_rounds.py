@@ -1,0 +1,100 @@
+"""Rounds of greedy decoding in one call of our C++ kernels: see rounds.cpp."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Callable, Sequence
+
+import torch
+
+from specpaged.modeling.flat.cpp_calls import Pools, stop_rule_struct
+from specpaged.modeling.forward_output import HiddenStates, HiddenStatesRequest
+from specpaged.modeling.rounds import DecodingRow, Rounds
+from specpaged.paging.kv_cache import PagedKVCache
+from specpaged.speculation.stop_rule import StopRule
+from specpaged_kernels.cpu import rounds as kernel
+from specpaged_kernels.cpu.library import check_status
+
+
+class RoundsModel:
+    """A decoder, or heads that read the target, on their pools, of which they find the first num_ids ids."""
+
+    def __init__(
+        self,
+        function: Callable[..., int],
+        struct: ctypes.Structure,
+        pools: Pools,
+        kv_cache: PagedKVCache,
+        num_ids: int,
+        reads: HiddenStatesRequest | None = None,
+        hidden_size: int = 0,
+        dtype: torch.dtype = torch.float32,
+    ):
+        addresses, geometry = pools.addresses(kv_cache.layers), pools.geometry(kv_cache)
+        self.reads, self.hidden_size, self.dtype = reads, hidden_size, dtype
+        layer_inputs = () if reads is None else reads.layer_inputs
+        self._kept = addresses, geometry, struct, (ctypes.c_int64 * len(layer_inputs))(*layer_inputs)
+        self.struct = kernel.Model(
+            ctypes.cast(function, ctypes.c_void_p).value, ctypes.addressof(struct), ctypes.addressof(geometry),
+            ctypes.addressof(addresses), num_ids, int(reads is not None and reads.last), len(layer_inputs),
+            ctypes.addressof(self._kept[-1]), hidden_size * dtype.itemsize,
+        )  # fmt: skip
+
+    @property
+    def num_features(self) -> int:
+        """Of a token, that it reads."""
+        return 0 if self.reads is None else self.hidden_size * (self.reads.last + len(self.reads.layer_inputs))
+
+    def hidden_states(self, features: torch.Tensor) -> HiddenStates:
+        """Those of rows [R, num_features]: side by side, layer inputs before the last one."""
+        parts = list(features.split(self.hidden_size, dim=-1))
+        return HiddenStates(parts.pop() if self.reads.last else None, tuple(parts))
+
+
+def run_rounds(
+    rows: Sequence[DecodingRow],
+    target: RoundsModel,
+    num_rounds: int,
+    draft: RoundsModel | None,
+    stop_rule: StopRule | None,
+    goes_on: bool,
+) -> Rounds:
+    """What ModelRunner.rounds says."""
+    ints: list[int] = []
+    num_seqs = len(rows)
+    room = 2 + num_rounds + num_seqs * (4 + 3 * num_rounds)
+    num_features, most_features = 0 if draft is None else draft.num_features, 0
+    for (
+        token_ids, start, draft_context_len, drafts, num_draft_tokens, most_tokens, stop_ids, blocks, lookup
+    ) in rows:  # fmt: skip
+        ints += (
+            len(token_ids), start, draft_context_len, len(drafts), num_draft_tokens, most_tokens, len(stop_ids),
+            len(blocks), lookup,
+        )  # fmt: skip
+        ints += token_ids
+        ints += drafts
+        ints += stop_ids
+        ints += blocks
+        room += most_tokens + len(drafts) + num_rounds * num_draft_tokens
+        most_features += most_tokens * num_features
+    asked, found, beside = array("q", ints), array("q", bytes(8 * room)), array("f", bytes(4 * room))
+    del ints  # behind the call, nothing of it is in the caches
+    features = torch.empty(most_features, dtype=draft.dtype) if most_features else None
+    seconds = array("d", bytes(16 * (num_rounds + 1)))
+    num_done, num_written = ctypes.c_int64(), ctypes.c_int64()
+    rule = None if stop_rule is None else stop_rule_struct(stop_rule)
+    status = kernel.function()(
+        ctypes.addressof(target.struct), None if draft is None else ctypes.addressof(draft.struct),
+        None if rule is None else ctypes.addressof(rule), num_rounds, goes_on,
+        asked.buffer_info()[0], len(asked), num_seqs, found.buffer_info()[0], beside.buffer_info()[0], room,
+        None if features is None else features.data_ptr(), seconds.buffer_info()[0], ctypes.addressof(num_done),
+        ctypes.addressof(num_written),
+    )  # fmt: skip
+    check_status(status)
+    rounds = Rounds(num_done.value, num_seqs, found[: num_written.value].tolist(), beside, seconds)
+    num_unread = sum(rounds.num_unread)
+    if num_unread:
+        states = draft.hidden_states(features[: num_unread * num_features].view(num_unread, num_features))
+        rounds.unread = states.split(rounds.num_unread)
+    return rounds
