@@ -10,11 +10,13 @@ import pytest
 
 vllm = pytest.importorskip("vllm", reason="vLLM is not installed: make install-vllm")
 
+from transformers import AutoConfig  # noqa: E402
 from vllm.sampling_params import StructuredOutputsParams  # noqa: E402
 from vllm.v1.core.sched.scheduler import Scheduler  # noqa: E402
 
 import specpaged  # noqa: E402
-from specpaged.config import EMBEDDED_DRAFT  # noqa: E402
+from specpaged.config import EMBEDDED_DRAFT, EMBEDDED_TARGET  # noqa: E402
+from specpaged.testing.heads import write_clover, write_eagle3  # noqa: E402
 from tests.vllm_plugin.serving import PROMPTS, check_nothing_is_held, core, model_runner, token_ids  # noqa: E402
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
@@ -77,6 +79,28 @@ def test_suffix_decoding_is_ours_and_changes_no_output(make_vllm, standalone, mo
     check_nothing_is_held(llm)
     assert drafter.in_rounds.num_sequences <= 2
     assert drafter.in_rounds.max_factor == 2.0
+
+
+@pytest.mark.parametrize("method", ["eagle3", "clover"])
+def test_heads_are_ours_and_change_no_output(make_vllm, standalone, tmp_path, method):
+    """Through chunks of prompts and hits in the prefix cache. Of Clover vLLM knows nothing."""
+    config = AutoConfig.from_pretrained(EMBEDDED_TARGET)
+    if method == "eagle3":
+        speculative = {"method": method, "model": str(write_eagle3(tmp_path, config, draft_vocab_size=100))}
+    else:
+        speculative = {"method": "custom_class", "model": f"clover:{write_clover(tmp_path, config)}"}
+    speculative["num_speculative_tokens"] = 3
+    fixed = {"specpaged": {"adaptive": False, "draft_numerics": "exact"}}
+    llm = make_vllm(
+        speculative_config=speculative, additional_config=fixed, max_num_batched_tokens=64, enable_prefix_caching=True
+    )
+    step = model_runner(llm).speculative_step
+    for _ in range(2):
+        assert token_ids(generate(llm)) == standalone
+        assert step.metrics.failed_proposals == 0
+        assert step.metrics.draft_tokens > 100
+    generate(llm, max_tokens=1)
+    check_nothing_is_held(llm)
 
 
 @pytest.fixture
