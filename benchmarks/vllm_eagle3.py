@@ -139,8 +139,6 @@ def write_target(path: Path, family: str, favoured: Sequence[int]) -> None:
 
 def vllm_proposals(target: str, head: str) -> tuple[list[Proposal], dict[str, int]]:
     """Of vLLM's own worker; and how many prompt tokens were cached, by phase."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from vllm import LLM, SamplingParams
 
     speculative = {"method": "eagle3", "model": head, "num_speculative_tokens": K}
@@ -290,8 +288,10 @@ def accepted_and_rejected(proposals: Sequence[Proposal]) -> tuple[int, int]:
 
 
 def in_a_process(function: Any, *arguments: Any) -> Any:
-    """Its result: engines of vLLM do not share a process well."""
-    with get_context("spawn").Pool(1) as pool:
+    """Its result: engines of vLLM do not share a process well. Each is forked from one that has imported vLLM."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "specpaged.llm"])
+    with context.Pool(1) as pool:
         return pool.apply(function, arguments)
 
 
@@ -341,6 +341,8 @@ def main(
     """Run all variants."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     for name in variants or []:
         if name not in VARIANTS:
             raise typer.BadParameter(f"{name!r} is unknown; allowed: {', '.join(VARIANTS)}")
