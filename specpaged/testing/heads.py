@@ -17,9 +17,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-FC_GAIN = 0.3  # on hidden states whose elements are often near 10
-ADDED_GAIN = 3.0  # what a layer adds is of the size of what it is added to, or it would change nothing
-ATTENTION_GAIN = 1.5  # scores far enough from each other that positions matter
+FC_GAIN = 0.1  # on hidden states whose elements are often near 10
+ADDED_GAIN = 4.0  # what a layer adds is of the size of what it is added to, or it would change nothing
+ATTENTION_GAIN = 2.5  # scores far enough from each other that positions matter
 LOGITS_GAIN = 4.0  # the standard deviation of a row of logits
 VALUE_GAIN = 20.0  # of Clover's attention, whose cosines are small and whose embeddings may be, too
 FAVOURED_GAIN = 4.0

@@ -7,7 +7,7 @@ A draft of one sequence recomputes all of it, with one row more for each draft t
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -89,14 +89,24 @@ class Eagle3Reference:
             self.to_target = self.to_target + self.weights["d2t"]
 
     @torch.no_grad()
-    def drafts(self, streams: Sequence[Tensor], token_ids: Sequence[int], num_drafts: int) -> ReferenceDrafts:
-        """`streams` are those of the known tokens, or of more, as `residual_streams` has them."""
-        known = list(token_ids)
-        features = self.combined([streams[tap][: len(known) - 1] for tap in self.taps])
+    def drafts(
+        self,
+        streams: Sequence[Tensor],
+        token_ids: Sequence[int],
+        num_drafts: int,
+        paired: Mapping[int, int] | None = None,
+    ) -> ReferenceDrafts:
+        """`streams` are those of the known tokens, or of more, as `residual_streams` has them. The features of the
+        positions in `paired` are paired with the tokens there, in place of those behind them.
+        """
+        behind = list(token_ids[1:])
+        for position, token_id in (paired or {}).items():
+            behind[position] = token_id
+        features = self.combined([streams[tap][: len(behind)] for tap in self.taps])
 
         def next_logits(drafted: list[int]) -> Tensor:
             nonlocal features
-            hidden, normed = self.forward(features, [*known[1:], *drafted])
+            hidden, normed = self.forward(features, [*behind, *drafted])
             features = torch.cat([features, (normed if self.norm_output else hidden)[-1:]])
             return normed[-1] @ self.weights["lm_head.weight"].T
 
