@@ -88,7 +88,7 @@ sanitize: install
 	LD_PRELOAD=$$(g++ -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 \
 	CXX="g++ -fsanitize=address,undefined -fno-sanitize-recover=all" SPECPAGED_CACHE=build/sanitize \
 	$(BIN)/python -m pytest tests/kernels/cpu/test_[!b]* tests/kernels/cpu/test_bounds.py \
-	tests/drafting/test_ngram.py tests/drafting/test_suffix.py tests/engine/test_rounds.py \
+	tests/drafting/test_ngram.py tests/drafting/test_suffix.py tests/drafting/test_heads.py tests/engine/test_rounds.py \
 	tests/modeling/test_greedy.py tests/modeling/test_hidden_states.py -k "not without_memory"
 
 test-oldest:

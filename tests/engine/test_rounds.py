@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from specpaged import LLM, SamplingParams
 from specpaged.drafting.draft import Draft
@@ -16,15 +18,31 @@ from specpaged.engine.rounds import _tell_outcomes
 from specpaged.modeling.rounds import DecodingRow, Round
 from specpaged.paging.page_table import DRAFT, TARGET
 from specpaged.speculation.stop_rule import StopRule
+from specpaged.testing.heads import write_clover, write_eagle3
 from specpaged_kernels.cpu.ngram_index import NgramIndex, ngram_ref
 from tests import toys
 from tests.engine.test_engine import GREEDY
+
+
+def heads_of(pair, method) -> dict:
+    """Heads with random weights beside the pair's target, which is not much to accept."""
+    path = Path(pair.target).parent / method
+    if not path.is_dir():
+        config = AutoConfig.from_pretrained(pair.target)
+        if method == "eagle3":
+            write_eagle3(path, config, aux_layers=(0, 1), draft_vocab_size=20)
+        else:
+            write_clover(path, config)
+    return {"method": method, "model": str(path), "num_speculative_tokens": 3}
+
 
 KINDS = {
     "plain": lambda pair: {"num_speculative_tokens": 0},
     "draft model": lambda pair: {"model": pair.draft, "num_speculative_tokens": 3},
     "its own draft": lambda pair: {"model": pair.target, "num_speculative_tokens": 4, "numerics": "exact"},
     "ngram": lambda pair: {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3},
+    "eagle3": lambda pair: heads_of(pair, "eagle3"),
+    "clover": lambda pair: heads_of(pair, "clover"),
 }
 COUNTS = (
     "steps", "rounds", "emitted_tokens", "drafts", "draft_tokens", "accepted_tokens", "proposed_tokens", "rollbacks",
@@ -60,7 +78,9 @@ def decode(pair, kind, num_scheduler_steps, params, **arguments):
         for sequence in llm.engine.scheduler.running:
             table, drafted = sequence.page_table, max(0, len(sequence.draft) - 1)
             assert table.context_lens[TARGET] <= sequence.num_tokens - 1 or not sequence.output_token_ids
-            if len(table.context_lens) > DRAFT:
+            if llm.config.speculative_config.reads_target:
+                assert table.context_lens[DRAFT] == table.context_lens[TARGET]
+            elif len(table.context_lens) > DRAFT:
                 assert table.context_lens[DRAFT] <= sequence.num_tokens + drafted
                 assert table.context_lens[DRAFT] == sequence.num_tokens + drafted or not sequence.draft
     llm.engine.check_idle()

@@ -181,11 +181,11 @@ public:
         return std::any_of(sequences_.begin(), sequences_.end(),
                            [](const Decoding& s) { return s.num_wanted > 0 && !s.index; });
     }
-    // Where nobody wants drafts, heads read all that the target has run: else the host does it.
-    void follow() {
+    // Where the host is not to draft, heads read all that the target has run; else what they have not read is its.
+    void follow(bool drafts_wait) {
         std::vector<Decoding*> all;
         for (Decoding& s : sequences_) {
-            if (s.num_wanted > 0 && !s.has_ended) return;
+            if (!drafts_wait && s.num_wanted > 0 && !s.has_ended) return;
             if (!s.features.empty()) all.push_back(&s);
         }
         int64_t num_steps;
@@ -493,7 +493,7 @@ extern "C" int rounds(const Model* target, const Model* draft, const StopRule* r
         const bool is_whole = *num_done == num_rounds || rounds.has_one_ended();
         const auto drafting = [&] { return rounds.draft_ahead(); };
         const bool drafts_wait = goes_on && is_whole && timed(seconds + 2 * *num_done + 1, drafting) == OK;
-        if (draft && draft->reads()) rounds.follow();
+        if (draft && draft->reads()) rounds.follow(drafts_wait);
         rounds.leave(drafts_wait);
         const int64_t feature_bytes = draft ? draft->feature_bytes() : 0;
         return Found(found, beside, room)
