@@ -24,6 +24,7 @@ _MOST_SAVED = 4.0  # plain steps, that may be spent on looking at once
 # where the last one was the same.
 _PLANNED, _MOST_PLANNED = 6, 32
 _ADVANCE = 0.25  # of its share of a plain step, for a new request, of which nothing is known yet
+_ALIKE = 256  # tokens of context, of sequences for which the same is decided
 _NEAR = 4  # tokens: catching up with so few is part of any proposal
 # Drafts must promise so much more tokens per second than plain decoding to begin, and less to go on, the less the
 # fewer have had an outcome: noise is not to switch them on and off, and who has stopped has to catch up first. As long
@@ -173,7 +174,9 @@ class AdaptiveController(MeasuringController):
     def _decided(self, candidates: Sequence[Candidate], logits: Sequence[float]) -> Decision:
         if len(candidates) > 1 or candidates[0].lag > _NEAR:
             return self._decide(candidates, logits)
-        key = self._is_drafting, logits[0], candidates[0].most, self.costs.plain_rounds, self.costs.drafting_rounds
+        (candidate,), costs = candidates, self.costs
+        length = candidate.context_len // _ALIKE
+        key = self._is_drafting, logits[0], candidate.most, length, costs.plain_rounds, costs.drafting_rounds
         return self.decisions.of(key, lambda: self._decide(candidates, logits))
 
     def _decide(self, candidates: Sequence[Candidate], logits: Sequence[float]) -> Decision:
