@@ -35,7 +35,7 @@ def main(
     os.environ["OMP_NUM_THREADS"] = str(threads)
     import torch
 
-    from benchmarks.adaptive.cell import Engines
+    from benchmarks.adaptive.cell import Engines, ways_of
     from benchmarks.adaptive.pairs import NAMES, make_pair
     from benchmarks.adaptive.show import draw, print_table
     from benchmarks.environment import environment
@@ -58,7 +58,7 @@ def main(
             continue
         with tempfile.TemporaryDirectory() as directory:
             pair = make_pair(name, Path(directory), 128)
-            engines = Engines(pair, *([int(k) for k in of.split(",") if k] for of in (ks, tetris)))
+            engines = Engines(pair, ways_of(*([int(k) for k in of.split(",") if k] for of in (ks, tetris))))
             for size in left:
                 cell = engines.cell(size, rounds or max(3, ROUNDS.get(size, 5) * 2 // pair.prompts_per_seq))
                 results["cells"][f"{name}; {size}"] = cell

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import median, quantiles
 from typing import Any
@@ -23,36 +23,41 @@ FEWEST = 4  # requests of a round
 TURN_SECONDS = 0.25
 
 
-class Engines:
-    """The engines of a pair, loaded once: plain twice, with every fixed K, TETRIS with some, and adaptive."""
+def ways_of(ks: Sequence[int], tetris: Sequence[int]) -> dict[str, dict[str, Any]]:
+    """Plain decoding twice, every fixed K, TETRIS with some, and adaptive."""
+    ways = {PLAIN: {"num_speculative_tokens": 0}}
+    ways |= {f"K = {k}": {"num_speculative_tokens": k} for k in ks}
+    ways |= {f"TETRIS {k} + 2": {"num_speculative_tokens": k, "selection": "tetris"} for k in tetris}
+    return ways | {AGAIN: ways[PLAIN], ADAPTIVE: {"num_speculative_tokens": "auto"}}
 
-    def __init__(self, pair: Pair, ks: Sequence[int], tetris: Sequence[int]):
+
+class Engines:
+    """The engines of a pair, loaded once: one for each way to draft, which may name another drafter than the pair's."""
+
+    def __init__(self, pair: Pair, ways: Mapping[str, dict[str, Any]]):
         self.pair = pair
         self._rng = random.Random(0)
-        drafting = {PLAIN: {"num_speculative_tokens": 0}}
-        drafting |= {f"K = {k}": {"num_speculative_tokens": k} for k in ks}
-        drafting |= {f"TETRIS {k} + 2": {"num_speculative_tokens": k, "selection": "tetris"} for k in tetris}
-        drafting[AGAIN] = drafting[PLAIN]
-        drafting[ADAPTIVE] = {"num_speculative_tokens": "auto"}
         with models_loaded_once():
             self.contenders = {
-                name: Ours(name, "exact", pair.output_len, pair.target, **pair.speculative, **speculative)
-                for name, speculative in drafting.items()
+                name: Ours(name, "exact", pair.output_len, pair.target, **pair.speculative | speculative)
+                for name, speculative in ways.items()
             }
 
     def cell(self, batch_size: int | str, rounds: int) -> dict[str, Any]:
         """Speeds, and what the decisions came to, of so many rounds of prompts at this batch size; or of swings."""
+        return _summary(self.play(batch_size, rounds))
+
+    def play(self, batch_size: int | str, rounds: int) -> list[dict[str, Run]]:
+        """So many rounds, and what each contender did in them."""
         pool = self.pair.prompts
         kind, size = (Swing, BURST) if batch_size == SWING else (Requests, int(batch_size))
         count = SWINGS * (BURST + SINGLES) if kind is Swing else max(FEWEST, size * self.pair.prompts_per_seq)
         for ours in self.contenders.values():  # warms up
             ours.run(pool[: max(8, size)], size)
-        return _summary(
-            [
-                self._round(kind, [pool[j % len(pool)] for j in range(i * count, (i + 1) * count)], size)
-                for i in range(rounds)
-            ]
-        )
+        return [
+            self._round(kind, [pool[j % len(pool)] for j in range(i * count, (i + 1) * count)], size)
+            for i in range(rounds)
+        ]
 
     def _round(self, kind: type[Stint], prompts: Sequence[Sequence[int]], batch_size: int) -> dict[str, Run]:
         """All contenders through the same prompts, by turns, in an order drawn anew: the first finds cold caches."""
