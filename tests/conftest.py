@@ -15,6 +15,9 @@ torch.set_num_threads(1)
 settings.register_profile("specpaged", deadline=None)  # tests never measure time
 settings.load_profile("specpaged")
 
+from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
+
+from specpaged.testing.heads import write_clover, write_eagle3  # noqa: E402
 from tests import toys  # noqa: E402
 
 
@@ -28,3 +31,20 @@ def toy_pair(tmp_path_factory):
 def tokenizer_pair(tmp_path_factory):
     """The same with a tokenizer beside each model."""
     return toys.save_pair(tmp_path_factory.mktemp("pair-with-tokenizer"), with_tokenizer=True)
+
+
+@pytest.fixture(scope="session")
+def target(tmp_path_factory):
+    """A target of six layers, which heads can read: its path, and transformers' own of it."""
+    path = tmp_path_factory.mktemp("target")
+    toys.model(num_hidden_layers=6, initializer_range=0.2).save_pretrained(path)
+    return str(path), AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
+
+
+@pytest.fixture(scope="session")
+def heads(target, tmp_path_factory):
+    """Heads of each method for it, by name."""
+    config, paths = AutoConfig.from_pretrained(target[0]), {}
+    paths["eagle3"] = str(write_eagle3(tmp_path_factory.mktemp("eagle3"), config, draft_vocab_size=60))
+    paths["clover"] = str(write_clover(tmp_path_factory.mktemp("clover"), config))
+    return paths

@@ -7,6 +7,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 
 from specpaged.drafting.draft import NO_DRAFT, Draft
+from specpaged.engine.followers import Followers
 from specpaged.engine.sequence import Sequence
 from specpaged.engine.step_clock import OFTEN, StepClock, ask
 from specpaged.paging.page_table import DRAFT
@@ -37,7 +38,7 @@ class DraftPlanner:
 
     def __init__(self, controller: Controller, follows_target: bool = False):
         self.controller = controller
-        self.follows_target = follows_target  # the drafter does, behind every step: nobody has to catch up
+        self.followers = Followers() if follows_target else None  # nobody has to catch up there, or can
         self.clock = StepClock(controller)
         self._sequences: list[Sequence] = []  # of the last plan
         self._plan = self._plan_again = Plan([])
@@ -69,8 +70,8 @@ class DraftPlanner:
             Candidate(
                 sequence,
                 sequence.max_draft_tokens,
-                1 if self.follows_target else _lag(sequence),
-                0 if self.follows_target else num_unseen(sequence),
+                1 if self.followers else _lag(sequence),
+                0 if self.followers else num_unseen(sequence),
                 sequence.num_tokens,
                 _num_left(sequence),
             )
@@ -80,6 +81,8 @@ class DraftPlanner:
         age, self._age, self._sequences = self._age, 0, list(sequences)
         too_early = max(0, self._good_for - age)  # steps: somebody has come
         self._plan = ask(self.controller.plan, candidates, age, otherwise=Plan([0] * len(sequences)))
+        if self.followers is not None:
+            self.followers.planned(sequences, self._plan.num_draft_tokens, age)
         self._plan_again = replace(self._plan, looks_back=())
         self._good_for = self._plan.num_steps
         if not self._plan.is_trial and self.clock.num_steps > OFTEN:
@@ -181,6 +184,8 @@ class DraftPlanner:
             if not (others and self._goes_on_with(others)):
                 self._sequences, self._plan = [], Plan([])
         self._proposals.pop(sequence, None)
+        if self.followers is not None:
+            self.followers.forget(sequence)
         if sequence.has_ended and sequence.error is None and sequence.params.max_tokens:
             ask(self.controller.observe_end, len(sequence.output_token_ids), sequence.params.max_tokens)
         ask(self.controller.forget, sequence)
@@ -216,6 +221,11 @@ class DraftPlanner:
                 num_accepted += 1
             num_rejected = int(num_accepted < num_known)
             ask(self.controller.observe_drafts, sequence, num_accepted, num_rejected, _Evidence(draft))
+
+
+def admits(planner: DraftPlanner | None) -> bool:
+    """Whether a new sequence is to draft at all."""
+    return planner is None or planner.followers is None or planner.followers.admits()
 
 
 class _Evidence(SequenceOf[float]):

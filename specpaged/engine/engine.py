@@ -12,7 +12,7 @@ import torch
 
 from specpaged.config import EngineConfig
 from specpaged.drafting.base import Drafter
-from specpaged.engine.draft_planner import DraftPlanner
+from specpaged.engine.draft_planner import DraftPlanner, admits
 from specpaged.engine.kv_layout import KVLayout
 from specpaged.engine.recovery import Recovery, score_and_verify
 from specpaged.engine.request import Request, validate_request
@@ -64,8 +64,7 @@ class Engine:
         if num_slots < config.max_model_len:
             raise ValueError(f"target.kv_cache has {num_slots} slots for max_model_len={config.max_model_len}")
         self.allocator = BlockAllocator(target.kv_cache.num_blocks)
-        looks_ahead = speculative is not None and speculative.reads_target
-        is_cached = config.enable_prefix_caching
+        is_cached, looks_ahead = config.enable_prefix_caching, speculative is not None and speculative.reads_target
         self.prefix_cache = PrefixCache(self.allocator, config.block_size, looks_ahead) if is_cached else None
         self.scheduler = scheduler(
             self.allocator,
@@ -121,9 +120,9 @@ class Engine:
         seed = params.seed
         if seed is None:
             seed = derived_seed(self.config.seed, next(self._derived))
-        sequences: list[Sequence] = []
+        sequences, is_admitted = [], admits(self.speculative_step.planner)
         for child_idx in range(params.n):
-            sequence = self._new_sequence(request_id, prompt_token_ids, params, seed, child_idx, bad_words)
+            sequence = self._new_sequence(request_id, prompt_token_ids, params, seed, child_idx, bad_words, is_admitted)
             sequence.fork_source = sequences[0] if sequences and self.kv_layout.shares_blocks else None
             sequences.append(sequence)
         self.requests[request_id] = Request(request_id, prompt, sequences)
@@ -209,9 +208,10 @@ class Engine:
         seed: int,
         child_idx: int,
         bad_words: SequenceOf[SequenceOf[int]],
+        is_admitted: bool,
     ) -> Sequence:
         own = params.num_speculative_tokens
-        max_draft_tokens = self.max_draft_tokens if own is None else own  # 0: one pool, as it needs no draft KV
+        max_draft_tokens = is_admitted * (self.max_draft_tokens if own is None else own)  # 0: one pool, no draft KV
         table = self.kv_layout.new_table(self.allocator, self.num_pools if max_draft_tokens else 1)
         child_seed = (seed + child_idx) % 2**64
         sequence = Sequence(request_id, list(prompt_token_ids), params, child_seed, table, max_draft_tokens, child_idx)

@@ -44,6 +44,7 @@ def run_rounds(step: SpeculativeStep, entries: SequenceOf[ScheduledSequence]) ->
     if step.reserve_rounds is None or step.agree is not None:
         return None
     reads = drafter is not None and drafter.hidden_states is not None
+    reads = reads and any([entry.sequence.max_draft_tokens for entry in entries])
     sequences = []
     for entry in entries:
         if entry.num_new_tokens != 1 or not entry.samples or wants_prompt_logits(entry):
@@ -80,12 +81,13 @@ def run_rounds(step: SpeculativeStep, entries: SequenceOf[ScheduledSequence]) ->
 
 
 def _row_of_reader(entry: ScheduledSequence, num_draft_tokens: int, most_tokens: int) -> DecodingRow:
-    """Of a sequence whose drafter reads what the target has run: one that lacks some of it says so, and drafts no more.
+    """Of a sequence whose drafter reads what the target has run: one that lacks some of it, or is followed no more,
+    says so, and drafts no more.
 
     It says that it lacks the last but one of its tokens, whichever it is.
     """
     sequence, table = entry.sequence, entry.sequence.page_table
-    lags = len(table.context_lens) <= DRAFT or table.context_lens[DRAFT] < entry.context_len
+    lags = sequence.max_draft_tokens == 0 or table.context_lens[DRAFT] < entry.context_len
     row = _row(entry, 0 if lags else num_draft_tokens, most_tokens, None)
     if not lags or entry.context_len == 0:
         return row

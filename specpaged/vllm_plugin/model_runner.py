@@ -15,6 +15,7 @@ from vllm.logger import init_logger
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, DraftTokenIds, ModelRunnerOutput
 
 from specpaged.drafting.base import DraftOutput
+from specpaged.engine.draft_planner import admits
 from specpaged.engine.sequence import Sequence
 from specpaged.engine.step import ScoredStep, SpeculativeStep
 from specpaged.metrics import EngineMetrics
@@ -77,6 +78,8 @@ class SpecPagedModelRunner:
             entries, gone = self.sequences.update(scheduled)
             for sequence in gone:
                 self.speculative_step.forget(sequence)
+            for sequence in self.sequences.new:
+                sequence.max_draft_tokens *= admits(self.speculative_step.planner)
         if not entries:
             return EMPTY_MODEL_RUNNER_OUTPUT
         has_grammar = any(entry.samples and entry.sequence in self.sequences.has_grammar for entry in entries)

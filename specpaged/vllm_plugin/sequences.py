@@ -54,6 +54,7 @@ class Sequences:
         self.owes_prompt_logprobs: set[Sequence] = set()  # vLLM takes them with an output token, once and whole
         self._sequences: dict[str, Sequence] = {}
         self._gone: list[Sequence] = []  # in the last update
+        self.new: list[Sequence] = []  # likewise
         self._most_scheduled = 0  # draft tokens of a sequence that its scheduler takes, as of that
         # Blocks whose every token has the draft's KV, too. vLLM shares blocks by their tokens: all that it gives as
         # computed have the target's, and the draft's where somebody has drafted.
@@ -71,7 +72,7 @@ class Sequences:
 
         Returns what this step runs, in vLLM's order, and the sequences that have ended or given up their KV.
         """
-        self._gone = []
+        self._gone, self.new = [], []
         self._most_scheduled = scheduled.num_spec_tokens_to_schedule
         for request_id in scheduled.finished_req_ids:
             self._forget(request_id)
@@ -83,6 +84,7 @@ class Sequences:
             if known is None or len(new.prompt_token_ids) != known.num_prompt_tokens:
                 self._forget(new.req_id)
                 self._sequences[new.req_id] = self._new(new, known)
+                self.new.append(self._sequences[new.req_id])
             self._restart(new.req_id, token_ids, new.block_ids[0], new.num_computed_tokens)
         cached = scheduled.scheduled_cached_reqs
         for i, request_id in enumerate(cached.req_ids):

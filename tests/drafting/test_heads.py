@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from specpaged import LLM, SamplingParams
 from specpaged.paging.page_table import DRAFT, TARGET
@@ -16,6 +16,7 @@ from specpaged.testing.heads import write_clover, write_eagle3
 from tests import toys
 from tests.drafting.heads_reference import CloverReference, Eagle3Reference, residual_streams
 from tests.engine.test_engine import generate, token_ids
+from tests.heads_world import heads_llm, plain_llm
 
 CLEAR = 1e-3  # of logits of two tokens, from which on the most likely one is no matter of rounding
 # spelling and flags of EAGLE-3's checkpoints
@@ -32,36 +33,6 @@ VARIANTS = {
     "speculators, norm behind": {"spelling": "speculators", "norm_before_residual": False, "norm_before_fc": True},
 }  # fmt: skip
 METHODS = pytest.mark.parametrize("method", ["eagle3", "clover"])
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory):
-    """A target of six layers: its path, and transformers' own of it."""
-    path = tmp_path_factory.mktemp("target")
-    toys.model(num_hidden_layers=6, initializer_range=0.2).save_pretrained(path)
-    return str(path), AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
-
-
-@pytest.fixture(scope="module")
-def heads(target, tmp_path_factory):
-    """Heads of each method for it, by name."""
-    config = AutoConfig.from_pretrained(target[0])
-    eagle3, clover = tmp_path_factory.mktemp("eagle3"), tmp_path_factory.mktemp("clover")
-    return {
-        "eagle3": str(write_eagle3(eagle3, config, draft_vocab_size=60)),
-        "clover": str(write_clover(clover, config)),
-    }
-
-
-def heads_llm(target, method, path, k=4, **arguments) -> LLM:
-    speculative = {"method": method, "model": path, "num_speculative_tokens": k, "numerics": "exact"}
-    speculative |= arguments.pop("speculative", {})
-    defaults = {"max_model_len": 104, "max_num_seqs": 8, "numerics": "exact", "block_size": 4}
-    return LLM(target[0], speculative_config=speculative, **(defaults | arguments))
-
-
-def plain_llm(target, **arguments) -> LLM:
-    return LLM(target[0], max_model_len=104, numerics="exact", **arguments)
 
 
 def recorded(llm) -> list[tuple[list[int], list[int], list[float]]]:

@@ -1,0 +1,86 @@
+"""Of a drafter that has to follow: who is followed for nothing is given up, and others are not even begun with."""
+
+from __future__ import annotations
+
+import pytest
+
+from specpaged import SamplingParams
+from specpaged.engine.followers import _FRUITLESS, _IDLE, _ONE_OF, Followers
+from specpaged.paging.page_table import DRAFT, TARGET
+from specpaged.speculation.controller import Plan
+from tests import toys
+from tests.engine.test_engine import generate, token_ids
+from tests.heads_world import heads_llm, plain_llm
+
+
+class Drafting:
+    """As much of a sequence as is looked at."""
+
+    max_draft_tokens = 4
+
+
+def give_up(followers, count):
+    for _ in range(count):
+        followers.planned([Drafting()], [0], _IDLE + 1)
+
+
+def test_who_has_had_no_drafts_for_long_drafts_no_more():
+    followers, idle, drafting = Followers(), Drafting(), Drafting()
+    for _ in range(4):
+        followers.planned([idle, drafting], [0, 0], _IDLE // 3)
+        if idle.max_draft_tokens:
+            followers.planned([drafting], [2], 1)
+    assert idle.max_draft_tokens == 0
+    assert drafting.max_draft_tokens == 4
+    assert followers.num_followed == 1
+    followers.forget(drafting)
+    assert followers.num_followed == 0
+
+
+def test_of_new_ones_most_are_not_followed_once_several_were_so_for_nothing():
+    followers = Followers()
+    assert all(followers.admits() for _ in range(20))
+    give_up(followers, _FRUITLESS)
+    assert sum(followers.admits() for _ in range(5 * _ONE_OF)) == 5
+    followers.planned([Drafting()], [1], 1)  # a trial has turned out well
+    assert all(followers.admits() for _ in range(20))
+
+
+class Never:
+    """A controller that drafts for nobody, and takes its time."""
+
+    def plan(self, candidates, num_steps):
+        return Plan([0] * len(candidates), num_steps=4)
+
+    def __getattr__(self, name):
+        return lambda *_: None
+
+
+@pytest.mark.parametrize("method", ["eagle3", "clover"])
+@pytest.mark.parametrize("arguments", [{}, {"enable_prefix_caching": True}, {"num_scheduler_steps": 1}], ids=str)
+def test_requests_that_are_given_up_come_out_the_same_and_heads_run_no_more_of_them(target, heads, method, arguments):
+    llm = heads_llm(target, method, heads[method], "auto", **arguments)
+    step = llm.engine.speculative_step
+    step.planner.controller = Never()
+    proposed, propose = [], step.drafter.propose
+    step.drafter.propose = lambda rows, *others: proposed.append(rows) or propose(rows, *others)
+    prompts = [*toys.prompts(6, longest=30), *toys.prompts(6, longest=30)]
+    params = [
+        SamplingParams(temperature=0.9 * (i % 2), seed=i, max_tokens=60 + i, ignore_eos=True, n=1 + i % 2)
+        for i in range(12)
+    ]
+    expected = token_ids(plain_llm(target, max_num_seqs=8).generate(prompts, params, use_tqdm=False))
+    engine = llm.engine
+    for i, (prompt, of_request) in enumerate(zip(prompts[:6], params, strict=False)):
+        engine.add_request(str(i), prompt["prompt_token_ids"], of_request)
+    while engine.has_unfinished_requests:
+        engine.step()
+        for running in engine.scheduler.running:
+            context_lens = running.page_table.context_lens
+            followed = running.max_draft_tokens > 0
+            assert len(context_lens) == 1 or context_lens[DRAFT] == context_lens[TARGET] or not followed
+    assert step.planner.followers.num_followed == 0
+    num_calls = len(proposed)
+    assert token_ids(generate(llm, prompts, params)) == expected
+    assert len(proposed) <= 2 * num_calls  # of twice as many requests, most are not followed
+    assert llm.metrics.failed_proposals == 0
