@@ -84,11 +84,15 @@ class Agreement:
     drafts: int = 0
     equal: int = 0  # steps
     near_ties: int = 0
-    differing: list[dict[str, Any]] = field(default_factory=list)  # near-ties, too
+    differing: list[dict[str, Any]] = field(default_factory=list)  # where, and which tokens; near-ties, too
 
     @property
     def faults(self) -> int:
         return self.steps - self.equal - self.near_ties
+
+    def summary(self) -> dict[str, Any]:
+        """As JSON has it: at most the first ten that differ."""
+        return asdict(self) | {"faults": self.faults, "differing": self.differing[:10]}
 
     def add(self, drafts: Sequence[int], others: Sequence[int], margins: Sequence[float], where: str) -> None:
         """Count a step: `margins` say of each draft how far it was above the second most likely token."""
@@ -318,7 +322,7 @@ def run_variant(directory: Path, name: str, spelling: str, family: str) -> dict[
         "cached_tokens": {"vllm": their_cached["cached prefixes"], "ours": our_cached["cached prefixes"]},
         "behind_accepted": num_accepted, "behind_rejected": num_rejected,
         "drafted_tokens": len({token_id for proposal in theirs for token_id in proposal.drafts}),
-        **{name: asdict(agreement) | {"faults": agreement.faults} for name, agreement in found.items()},
+        **{name: agreement.summary() for name, agreement in found.items()},
     }  # fmt: skip
 
 
