@@ -58,6 +58,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "the target's vocabulary": {},
     "the target's embedding": SMALLER | {"own_embedding": False},
     "taps at 0, 3, 6": SMALLER | {"aux_layers": (0, 3, 6)},
+    "taps named 5, 2, 4": SMALLER | {"aux_layers": (5, 2, 4)},
     "another rope_theta": SMALLER | {"rope_theta": 500.0},
     "another width": SMALLER | {"hidden_size": 96},
     "accepted at times": SMALLER | {"favoured_token_ids": FAVOURED},
