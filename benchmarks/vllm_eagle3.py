@@ -1,9 +1,9 @@
 """`python -m benchmarks.vllm_eagle3`: what our EAGLE-3 drafter proposes, beside what vLLM's own CPU runner does.
 
 Heads of random weights in both spellings of their checkpoints, with every norm, over toy targets. vLLM runs under its
-own worker and scheduler; a hook in its process writes down each proposal. So does one in ours. Both are compared with a
-dense reference (tests/drafting/heads_reference.py), and with each other wherever both drafted behind the same tokens:
-behind prompts, rejections, prefixes that were cached, and prompts that were run in chunks.
+own worker and scheduler; a hook in its process writes down each proposal. Ours runs in each way that it has. Both are
+compared with a dense reference (tests/drafting/heads_reference.py), and with each other wherever both drafted behind
+the same tokens: behind prompts, rejections, prefixes that were cached, and prompts that were run in chunks.
 
 Of a prompt that is run in chunks, vLLM 0.32 pairs the features of a chunk's last token with the last token of the
 prompt, not with the next one: it drafts from other KV than its heads were trained on. It runs these prompts twice: as
@@ -58,6 +58,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "the target's vocabulary": {},
     "the target's embedding": SMALLER | {"own_embedding": False},
     "taps at 0, 3, 6": SMALLER | {"aux_layers": (0, 3, 6)},
+    "taps named 5, 2, 4": SMALLER | {"aux_layers": (5, 2, 4)},
     "another rope_theta": SMALLER | {"rope_theta": 500.0},
     "another width": SMALLER | {"hidden_size": 96},
     "accepted at times": SMALLER | {"favoured_token_ids": FAVOURED},
@@ -65,6 +66,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 PHASES = ("prompts", "cached prefixes", "chunks")
 AS_IS = "chunks, as it is"  # of vLLM
+# Of our engine: several rounds in one call where it can, one in a call, and Python around torch's kernels.
+WAYS: tuple[dict[str, Any], ...] = ({}, {"num_scheduler_steps": 1}, {"attention_backend": "torch"})
 
 
 class Proposal(NamedTuple):
@@ -84,11 +87,15 @@ class Agreement:
     drafts: int = 0
     equal: int = 0  # steps
     near_ties: int = 0
-    differing: list[dict[str, Any]] = field(default_factory=list)  # near-ties, too
+    differing: list[dict[str, Any]] = field(default_factory=list)  # where, and which tokens; near-ties, too
 
     @property
     def faults(self) -> int:
         return self.steps - self.equal - self.near_ties
+
+    def summary(self) -> dict[str, Any]:
+        """As JSON has it: at most the first ten that differ."""
+        return asdict(self) | {"faults": self.faults, "differing": self.differing[:10]}
 
     def add(self, drafts: Sequence[int], others: Sequence[int], margins: Sequence[float], where: str) -> None:
         """Count a step: `margins` say of each draft how far it was above the second most likely token."""
@@ -199,34 +206,32 @@ def _proposals(
 
 
 def our_proposals(target: str, head: str) -> tuple[list[Proposal], dict[str, int]]:
-    """Of this project's engine, which runs the same batches."""
+    """Of this project's engine, which runs the same batches in each way that it has."""
     from specpaged import LLM, SamplingParams
 
     speculative = {"method": "eagle3", "model": head, "num_speculative_tokens": K}
-    llm = LLM(target, block_size=16, speculative_config=speculative, num_scheduler_steps=1, **COMMON)
-    drafter = llm.engine.speculative_step.drafter
-    propose = drafter.propose
-    proposals: list[Proposal] = []
-    phase = ""
-
-    def recorded(rows: Sequence[Any], sampling: Any, stop_rule: Any = None) -> Any:
-        drafts = propose(rows, sampling, stop_rule)
-        for row in rows:
-            if row.num_draft_tokens:
-                known = tuple(row.sequence.token_ids)
-                proposals.append(Proposal(phase, known, tuple(drafts[row.request_idx].token_ids)))
-        return drafts
-
-    drafter.propose = recorded
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
+    proposals: list[Proposal] = []
     cached: dict[str, int] = {}
-    for phase in PHASES:
-        cached[phase] = 0
-        for batch in prompts_of(phase):
-            outputs = llm.generate([{"prompt_token_ids": ids} for ids in batch], params, use_tqdm=False)
-            assert not any(output.error for output in outputs)
-            cached[phase] += sum(output.metrics.cached_prompt_tokens for output in outputs)
-    assert llm.metrics.failed_proposals == 0
+    for way in WAYS:
+        engine = LLM(target, block_size=16, speculative_config=speculative, **(COMMON | way)).engine
+        for phase in PHASES:
+            cached[phase] = 0
+            for batch in prompts_of(phase):
+                for i, ids in enumerate(batch):
+                    engine.add_request(str(i), ids, params)
+                pending: dict[tuple[int, ...], tuple[int, ...]] = {}
+                while engine.has_unfinished_requests:
+                    for output in engine.step():
+                        if output.error is not None:
+                            raise RuntimeError(output.error)
+                        cached[phase] += output.metrics.cached_prompt_tokens
+                    sequences = (sequence for request in engine.requests.values() for sequence in request.sequences)
+                    # What the next step verifies, whoever has drafted it.
+                    pending |= {tuple(s.token_ids): tuple(s.draft.token_ids) for s in sequences if s.draft}
+                proposals += [Proposal(phase, known, drafts) for known, drafts in pending.items()]
+        if engine.metrics.failed_proposals:
+            raise RuntimeError("a proposal of ours failed")
     return proposals, cached
 
 
@@ -318,7 +323,7 @@ def run_variant(directory: Path, name: str, spelling: str, family: str) -> dict[
         "cached_tokens": {"vllm": their_cached["cached prefixes"], "ours": our_cached["cached prefixes"]},
         "behind_accepted": num_accepted, "behind_rejected": num_rejected,
         "drafted_tokens": len({token_id for proposal in theirs for token_id in proposal.drafts}),
-        **{name: asdict(agreement) | {"faults": agreement.faults} for name, agreement in found.items()},
+        **{name: agreement.summary() for name, agreement in found.items()},
     }  # fmt: skip
 
 

@@ -50,7 +50,8 @@ def write_eagle3(
     of "speculators", the layer's are in `transformer_layer_config` and its weights are `layers.0.*`. None leaves a
     setting out, so that the format's default holds: taps at layers (2, n // 2, n - 3) of a target of n; no norm before
     the residual for the authors, one for speculators; a draft vocabulary that is the target's, without `d2t` and `t2d`.
-    `in_eagle_config` puts what the authors' spelling may have in `eagle_config` there. The rows of the output layer of
+    `in_eagle_config` puts what the authors' spelling may have in `eagle_config` there, where alone vLLM 0.32 looks for
+    taps of another number than three. The rows of the output layer of
     `favoured_token_ids` are larger by FAVOURED_GAIN, and a smaller draft vocabulary has these tokens. `layer` are
     entries of the layer's configuration in place of the target's: `hidden_size` (only beside an embedding of its own),
     `num_attention_heads`, `rope_theta`, ...

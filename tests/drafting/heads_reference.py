@@ -77,7 +77,8 @@ class Eagle3Reference:
         self.config = written["transformer_layer_config"] if is_speculators else written
         num_layers = target.config.num_hidden_layers
         default_taps = (2, num_layers // 2, num_layers - 3)
-        self.taps = settings.get("eagle_aux_hidden_state_layer_ids") or default_taps
+        # In the order of the layers, in whatever order they are named: vLLM collects them on the way up.
+        self.taps = sorted(settings.get("eagle_aux_hidden_state_layer_ids") or default_taps)
         self.norm_before_residual = settings.get("norm_before_residual", is_speculators)
         self.norm_before_fc = settings.get("norm_before_fc", False)
         self.fc_norm = settings.get("fc_norm", False)

@@ -69,7 +69,8 @@ class HeadsConfig:
             raise ValueError(f"target_hidden_size={asked} must be the target's {target_hidden_size}")
         n = num_target_layers
         layer_ids = flags.get("eagle_aux_hidden_state_layer_ids") or (2, n // 2, n - 3)
-        hidden_states = HiddenStatesRequest(layer_inputs=tuple(layer_ids))
+        # In the order of the layers, however they are named: vLLM collects them on the way up.
+        hidden_states = HiddenStatesRequest(layer_inputs=tuple(sorted(layer_ids)))
         try:
             hidden_states.check(n)
         except ValueError as error:
