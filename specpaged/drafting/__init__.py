@@ -37,7 +37,7 @@ def get_drafter(
     if config.method == "custom":
         from specpaged.drafting.custom import DrafterContext, load_drafter
 
-        return load_drafter(config, DrafterContext.of(engine_config, target, vocab_size))
+        return load_drafter(config, DrafterContext.of(engine_config, target, vocab_size), target)
     if config.method == "ngram":
         from specpaged.drafting.ngram import NgramDrafter
 

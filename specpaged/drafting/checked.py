@@ -14,6 +14,7 @@ from specpaged.drafting.draft import NO_DRAFT, Draft
 from specpaged.sampling.batch import SamplingBatch
 from specpaged.speculation.stop_rule import StopRule
 
+_LISTS, _NUMBERS = (list, tuple), (float, int)
 _SUM = 1e-3  # by which a row of probabilities may miss 1
 
 
@@ -61,57 +62,63 @@ def checked_drafts(
     Raises:
         DraftError: naming what is wrong, and what was asked for.
     """
-    if not isinstance(drafts, Sequence) or len(drafts) != num_requests:
-        given = f"{len(drafts)} drafts" if isinstance(drafts, Sequence) else f"{type(drafts).__name__}"
+    if type(drafts) not in _LISTS or len(drafts) != num_requests:
+        given = f"{len(drafts)} drafts" if type(drafts) in _LISTS else type(drafts).__name__
         raise DraftError("drafts", f"propose() gave {given}; allowed: a list of {num_requests}, one for each request")
     asked = [0] * num_requests
     for row in rows:
         if row.num_draft_tokens > 0:
             asked[row.request_idx] = row.num_draft_tokens
     return [
-        _checked(f"drafts[{i}]", draft, most, vocab_size, wants_probs)
+        _checked(i, draft, most, vocab_size, wants_probs)
         for i, (draft, most) in enumerate(zip(drafts, asked, strict=True))
     ]
 
 
-def _checked(name: str, draft: Any, most: int, vocab_size: int, wants_probs: bool) -> Draft:
+def _checked(i: int, draft: Any, most: int, vocab_size: int, wants_probs: bool) -> Draft:
+    """Of the i-th request, which asks for so many tokens at most."""
     if not isinstance(draft, Draft):
-        raise DraftError("drafts", f"{name} is {type(draft).__name__}; allowed: a Draft, NO_DRAFT if there is none")
-    if not isinstance(draft.token_ids, Sequence) or isinstance(draft.token_ids, str | bytes):
-        raise DraftError("token ids", f"{name}.token_ids is {type(draft.token_ids).__name__}; allowed: a list of ints")
-    token_ids = list(draft.token_ids)
-    if len(token_ids) > most:
-        raise DraftError("count", f"{name} has {len(token_ids)} tokens; allowed: {most}, as its row asks for, or fewer")
-    for j, token_id in enumerate(token_ids):
-        if type(token_id) is not int or not 0 <= token_id < vocab_size:
-            of_type = "" if isinstance(token_id, int) else f" ({type(token_id).__name__})"
-            allowed = f"allowed: ints in [0, {vocab_size})"
-            raise DraftError("token ids", f"{name}.token_ids[{j}]={token_id!r}{of_type} is no token; {allowed}")
+        given = type(draft).__name__
+        raise DraftError("drafts", f"drafts[{i}] is {given}; allowed: a Draft, NO_DRAFT if there is none")
+    token_ids, logprobs, num_matched = draft.token_ids, draft.logprobs, draft.num_matched
+    if type(token_ids) not in _LISTS:
+        raise DraftError("token ids", f"drafts[{i}].token_ids is {type(token_ids).__name__}; allowed: a list of ints")
     if not token_ids:
         return NO_DRAFT
-    if type(draft.num_matched) is not int or draft.num_matched < 0:
-        raise DraftError("evidence", f"{name}.num_matched={draft.num_matched!r}; allowed: an int >= 0")
-    logprobs = _checked_logprobs(f"{name}.logprobs", draft.logprobs, len(token_ids))
-    probs = _checked_probs(f"{name}.probs", draft.probs, token_ids, vocab_size) if wants_probs else None
-    return Draft(token_ids, logprobs, probs, draft.num_matched)
+    if len(token_ids) > most:
+        given = f"drafts[{i}] has {len(token_ids)} tokens"
+        raise DraftError("count", f"{given}; allowed: {most}, as its row asks for, or fewer")
+    if set(map(type, token_ids)) != {int} or min(token_ids) < 0 or max(token_ids) >= vocab_size:
+        raise _wrong_token(f"drafts[{i}].token_ids", token_ids, vocab_size)
+    if type(num_matched) is not int or num_matched < 0:
+        raise DraftError("evidence", f"drafts[{i}].num_matched={num_matched!r}; allowed: an int >= 0")
+    if logprobs is not None:
+        logprobs = _checked_logprobs(f"drafts[{i}].logprobs", logprobs, len(token_ids))
+    probs = None
+    if wants_probs and draft.probs is not None:
+        probs = _checked_probs(f"drafts[{i}].probs", draft.probs, token_ids, vocab_size)
+    return Draft(list(token_ids), logprobs, probs, num_matched)
 
 
-def _checked_logprobs(name: str, logprobs: Any, count: int) -> list[float] | None:
-    if logprobs is None:
-        return None
-    if not isinstance(logprobs, Sequence) or len(logprobs) != count:
-        given = f"{len(logprobs)} of them" if isinstance(logprobs, Sequence) else type(logprobs).__name__
+def _wrong_token(name: str, token_ids: Sequence[Any], vocab_size: int) -> DraftError:
+    """The first one that is no int of the vocabulary."""
+    j, token_id = next((j, x) for j, x in enumerate(token_ids) if type(x) is not int or not 0 <= x < vocab_size)
+    given = f"{name}[{j}]={token_id!r}" + ("" if type(token_id) is int else f" ({type(token_id).__name__})")
+    return DraftError("token ids", f"{given} is no token; allowed: ints in [0, {vocab_size})")
+
+
+def _checked_logprobs(name: str, logprobs: Any, count: int) -> list[float]:
+    if type(logprobs) not in _LISTS or len(logprobs) != count:
+        given = f"{len(logprobs)} of them" if type(logprobs) in _LISTS else type(logprobs).__name__
         raise DraftError("evidence", f"{name} is {given}; allowed: None, or a list of {count}, one for each token")
-    for j, logprob in enumerate(logprobs):
-        if not isinstance(logprob, float | int) or not logprob <= 0:
-            raise DraftError("evidence", f"{name}[{j}]={logprob!r}; allowed: a number <= 0")
-    return [float(logprob) for logprob in logprobs]
+    if all([type(logprob) in _NUMBERS and logprob <= 0 for logprob in logprobs]):
+        return list(logprobs)
+    wrong = next(j for j, logprob in enumerate(logprobs) if type(logprob) not in _NUMBERS or not logprob <= 0)
+    raise DraftError("evidence", f"{name}[{wrong}]={logprobs[wrong]!r}; allowed: a float <= 0")
 
 
-def _checked_probs(name: str, probs: Any, token_ids: Sequence[int], vocab_size: int) -> Tensor | None:
+def _checked_probs(name: str, probs: Any, token_ids: Sequence[int], vocab_size: int) -> Tensor:
     """Those that tokens were drawn from: what is rejected, and what comes instead, depends on them."""
-    if probs is None:
-        return None
     shape = (len(token_ids), vocab_size)
     if not isinstance(probs, Tensor) or probs.dtype != torch.float32 or probs.shape != shape:
         given = f"{probs.dtype} {list(probs.shape)}" if isinstance(probs, Tensor) else type(probs).__name__

@@ -76,7 +76,7 @@ def find_drafter(drafter: str | Callable[..., Any]) -> Callable[..., Any]:
     return found
 
 
-def load_drafter(config: SpeculativeConfig, context: DrafterContext) -> CheckedDrafter:
+def load_drafter(config: SpeculativeConfig, context: DrafterContext, target: ModelRunner) -> CheckedDrafter:
     """The drafter that `config` names, made of the context and the configuration's options.
 
     Raises:
@@ -107,7 +107,7 @@ def load_drafter(config: SpeculativeConfig, context: DrafterContext) -> CheckedD
                 raise ValueError(f"{hidden_states!r} is no HiddenStatesRequest")
             if not (hidden_states.last or hidden_states.layer_inputs):
                 raise ValueError("HiddenStatesRequest() asks for none; None does that")
-            hidden_states.check(context.num_layers)
+            target.check_hidden_states(hidden_states)
     except Exception as error:
         raise _refusal(name, "asks for hidden_states that there are not", error) from error
     return checked

@@ -229,6 +229,21 @@ def test_what_is_no_drafter_is_refused_in_a_sentence(toy_pair, drafter, message)
     assert "\n" not in str(refused.value)
 
 
+def test_hidden_states_of_a_model_that_does_not_show_its_layers_are_refused(toy_pair, monkeypatch):
+    def find(module):
+        raise ValueError("hidden states are asked of Odd, which has no list of its layers")
+
+    class Reads(Repeats):
+        hidden_states = HiddenStatesRequest(last=True)
+
+    monkeypatch.setattr("specpaged.modeling.transformers_source.find_decoder_layers", find)
+    custom_llm(toy_pair, Reads)  # whose decoder is our own
+    with pytest.raises(
+        ValueError, match=r"asks for hidden_states that there are not .*: hidden states are asked of Odd"
+    ):
+        custom_llm(toy_pair, Reads, model_impl="transformers")
+
+
 def test_a_module_that_is_not_there_is_said_before_a_model_is_loaded(toy_pair, monkeypatch):
     monkeypatch.setattr(ModelPair, "load", None)
     with pytest.raises(ValueError, match="cannot be imported"):
