@@ -55,7 +55,7 @@ def check_drafter(
     *,
     options: Mapping[str, Any] | None = None,
     model: str | Path | None = None,
-    num_steps: int = 100,
+    num_steps: int = 60,
     seed: int = 0,
     learns_from_others: bool = False,
 ) -> DrafterReport:
