@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -22,3 +22,20 @@ def check_bool(name: str, value: Any) -> None:
     """Raise ValueError unless `value` is True or False: a string would count as true."""
     if not isinstance(value, bool):
         raise ValueError(f"{name}={value!r} must be True or False")
+
+
+def check_callable(name: str, value: Any) -> None:
+    """Raise ValueError unless `value` is callable, or spelt as what can be imported: "package.module:Class"."""
+    if isinstance(value, str):
+        module, _, attribute = value.partition(":")
+        if all(part.isidentifier() for part in (*module.split("."), *attribute.split("."))):
+            return
+    elif callable(value):
+        return
+    raise ValueError(f"{name}={value!r} must be 'package.module:Class', or in Python a class or another callable")
+
+
+def check_names(name: str, value: Any) -> None:
+    """Raise ValueError unless `value` is a mapping whose keys are strings."""
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise ValueError(f"{name}={value!r} must be a mapping whose keys are strings")

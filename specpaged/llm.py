@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from specpaged.chat import ChatRenderer, Conversation, conversations
 from specpaged.config import EMBEDDED_DRAFT, EMBEDDED_TARGET, EngineConfig
-from specpaged.drafting import get_drafter
+from specpaged.drafting import get_drafter, require_drafter
 from specpaged.engine import kv_memory
 from specpaged.engine.cost_probe import get_planner
 from specpaged.engine.engine import Engine
@@ -57,12 +57,13 @@ class LLM:
         **engine_arguments: Any,
     ):
         config = _engine_config(model, speculative_config, engine_arguments)
+        require_drafter(config.speculative_config)
         pair = ModelPair.load(config)
         config = replace(config, max_model_len=kv_memory.max_model_len(config, pair.models))
         caches = _kv_caches(config, pair.models)
         target, *drafts = pair.runners(caches, config.max_model_len, config.enforce_eager)
         draft = drafts[0] if drafts else None
-        drafter = get_drafter(config.speculative_config, draft, pair.vocab_size, config.max_num_batched_tokens)
+        drafter = get_drafter(config, target, draft, pair.vocab_size, config.max_num_batched_tokens)
         self.config = config
         self.tokenizer = pair.tokenizer
         vocabulary = Vocabulary(pair.vocab_size, pair.eos_token_ids, pair.tokenizer)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from specpaged.checks import check_choice, check_int
+from specpaged.checks import check_callable, check_choice, check_int, check_names
 from specpaged.config import DTYPES, NUMERICS
 
 MAX_ADAPTIVE_DRAFT_TOKENS = 8  # that an adaptive drafter goes deep, where a user names no maximum
 HEADS = ("eagle3", "clover")  # methods whose model reads the target's hidden states
 WITH_MODEL = ("draft_model", *HEADS)
-METHODS = (*WITH_MODEL, "ngram", "suffix")
+METHODS = (*WITH_MODEL, "ngram", "suffix", "custom")
 SELECTIONS = ("adaptive", "tetris")
 VERIFICATIONS = ("greedy", "coupled", "rejection")
 DEFAULT_PROMPT_LOOKUP = 5  # as in vLLM
@@ -22,6 +22,13 @@ SUFFIX_DECODING = {  # as in vLLM; a share is any number from 0 on, and at most 
     "suffix_decoding_max_cached_requests": (10_000, 0),
     "suffix_decoding_max_spec_factor": (1.0, math.inf),
     "suffix_decoding_min_token_prob": (0.1, 1.0),
+}
+_METHOD_OF = {  # settings that one method alone has
+    "prompt_lookup_min": "ngram",
+    "prompt_lookup_max": "ngram",
+    **dict.fromkeys(SUFFIX_DECODING, "suffix"),
+    "drafter": "custom",
+    "drafter_options": "custom",
 }
 DEFAULT_TETRIS_EXTRA = 2
 
@@ -46,6 +53,9 @@ class SpeculativeConfig:
     tokens, are looked for in the sequence's own text and in outputs of `suffix_decoding_max_cached_requests` others,
     and behind m tokens come at most m * `suffix_decoding_max_spec_factor` of those that are counted there as likely as
     `suffix_decoding_min_token_prob`, all together.
+    "custom" is a class of somebody's own, `drafter`: "package.module:Class", or in Python the class itself or another
+    callable. It is called with a DrafterContext and with `drafter_options` as keyword arguments: see
+    specpaged.drafting.custom.
     `numerics` is the draft's own: only the target decides tokens, so a fast draft costs nothing in exactness; nor does
     `kv_cache_dtype`, what its keys and values are stored as ("auto": in the dtype of its arithmetic).
     `num_speculative_tokens` is K at every batch size; with "auto", the default, it is decided in every step, from
@@ -71,12 +81,14 @@ class SpeculativeConfig:
     suffix_decoding_max_cached_requests: int | None = None
     suffix_decoding_max_spec_factor: float | None = None
     suffix_decoding_min_token_prob: float | None = None
+    drafter: str | Callable[..., Any] | None = None
+    drafter_options: Mapping[str, Any] | None = None
     selection: str = "adaptive"
     tetris_extra_proposals: int | None = None
 
     def __post_init__(self) -> None:
         check_choice("speculative_config['method']", self.method, METHODS)
-        self._check_lookup()
+        self._check_method()
         check_choice("speculative_config['numerics']", self.numerics, NUMERICS)
         check_choice("speculative_config['kv_cache_dtype']", self.kv_cache_dtype, DTYPES)
         if self.method not in WITH_MODEL and self.kv_cache_dtype != "auto":
@@ -128,9 +140,8 @@ class SpeculativeConfig:
             object.__setattr__(self, "tetris_extra_proposals", DEFAULT_TETRIS_EXTRA)
         check_int("speculative_config['tetris_extra_proposals']", self.tetris_extra_proposals, 0)
 
-    def _check_lookup(self) -> None:
-        for name in ("prompt_lookup_min", "prompt_lookup_max", *SUFFIX_DECODING):
-            method = "suffix" if name in SUFFIX_DECODING else "ngram"
+    def _check_method(self) -> None:
+        for name, method in _METHOD_OF.items():
             if method != self.method and getattr(self, name) is not None:
                 raise ValueError(
                     f"speculative_config[{name!r}]={getattr(self, name)!r} is for method {method!r} alone; "
@@ -150,6 +161,14 @@ class SpeculativeConfig:
             self._check_prompt_lookup()
         elif self.method == "suffix":
             self._check_suffix_decoding()
+        elif self.method == "custom":
+            self._check_custom()
+
+    def _check_custom(self) -> None:
+        check_callable("speculative_config['drafter']", self.drafter)
+        if self.drafter_options is None:
+            object.__setattr__(self, "drafter_options", {})
+        check_names("speculative_config['drafter_options']", self.drafter_options)
 
     def _check_suffix_decoding(self) -> None:
         for name, (default, bound) in SUFFIX_DECODING.items():

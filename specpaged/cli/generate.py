@@ -16,6 +16,7 @@ def generate(
     model: options.Model = None,
     draft_model: options.DraftModel = None,
     method: options.Method = "draft_model",
+    drafter: options.Drafter = None,
     prompts: options.Prompts = None,
     num_prompts: options.NumPrompts = None,
     max_prompt_tokens: options.MaxPromptTokens = None,

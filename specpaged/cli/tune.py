@@ -21,6 +21,7 @@ def tune(
     model: options.Model = None,
     draft_model: options.DraftModel = None,
     method: options.Method = "draft_model",
+    drafter: options.Drafter = None,
     prompts: options.Prompts = None,
     num_prompts: options.NumPrompts = 32,
     max_prompt_tokens: options.MaxPromptTokens = None,
@@ -52,7 +53,7 @@ def tune(
 
     profile = checked(PairProfile.measure, job, lambda line: console.print(f"[dim]{line}[/]"))
     _print_tables(profile)
-    config = profile.vllm_config(method, draft_model or job.llm.config.speculative_config.model)
+    config = profile.vllm_config(method, drafter or draft_model or job.llm.config.speculative_config.model)
     console.print(f"here, {_where_it_pays(profile.rounds)}")
     console.print(f"in vLLM, which runs single rounds, {_where_it_pays(profile.single_rounds)}")
     if config is None:

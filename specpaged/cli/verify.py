@@ -22,6 +22,7 @@ def verify(
     model: options.Model = None,
     draft_model: options.DraftModel = None,
     method: options.Method = "draft_model",
+    drafter: options.Drafter = None,
     prompts: options.Prompts = None,
     num_prompts: options.NumPrompts = None,
     max_prompt_tokens: options.MaxPromptTokens = None,

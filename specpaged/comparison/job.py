@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from specpaged.checks import check_choice
+from specpaged.checks import check_callable, check_choice
 from specpaged.llm import LLM
 from specpaged.outputs import RequestOutput
 from specpaged.prompts import PromptRecord, clip, evenly_spread, is_unicode, load_prompts
@@ -82,6 +82,7 @@ class Job:
         threads: int | None,
         output: Path | None,
         draft_kv_cache_dtype: str = "auto",
+        drafter: str | None = None,
         texts: Sequence[str] | None = None,
         **engine_arguments: Any,
     ) -> Job:
@@ -98,6 +99,10 @@ class Job:
             raise ValueError(f"--draft-model={draft_model!r} is for --method {allowed}; --method {method} has none")
         if method in HEADS and draft_model is None:
             raise ValueError(f"--method={method} needs --draft-model, heads that were trained on the target")
+        if drafter is not None and method != "custom":
+            raise ValueError(f"--drafter={drafter!r} is for --method custom; it is {method}")
+        if method == "custom":
+            check_callable("--drafter", drafter)
         if draft_kv_cache_dtype != "auto" and draft_model is None and (model is not None or method != "draft_model"):
             raise ValueError(f"--draft-kv-cache-dtype={draft_kv_cache_dtype!r} needs a --draft-model")
         records = evenly_spread(_records(prompts, texts), num_prompts)
@@ -114,7 +119,7 @@ class Job:
         if not lacks_draft:
             k = num_speculative_tokens
             speculative = {"method": method, "model": draft_model, "num_speculative_tokens": k}
-            speculative["kv_cache_dtype"] = draft_kv_cache_dtype
+            speculative |= {"kv_cache_dtype": draft_kv_cache_dtype, "drafter": drafter}
         llm = LLM(model, speculative_config=speculative, **engine_arguments)
         room = llm.config.max_model_len - max_tokens
         if room < 1:

@@ -148,12 +148,17 @@ class PairProfile:
             RoundTimes(single, tokens),
         )
 
-    def vllm_config(self, method: str, draft_model: str | None) -> dict[str, object] | None:
-        """What `vllm serve --speculative-config` takes, the worker deciding how much of it to draft; None: leave it."""
+    def vllm_config(self, method: str, drafter: str | None) -> dict[str, object] | None:
+        """What `vllm serve --speculative-config` takes, the worker deciding how much of it to draft; None: leave it.
+
+        `drafter` is the draft model of a method that has one, and of method "custom" its class.
+        """
         most = max(map(self.single_rounds.best, self.single_rounds.seconds))
         if most == 0:
             return None
-        model = {"model": draft_model} if method in WITH_MODEL else {}
+        if method == "custom":
+            return {"method": "custom_class", "model": drafter, "num_speculative_tokens": most}
+        model = {"model": drafter} if method in WITH_MODEL else {}
         return {"method": method, **model, "num_speculative_tokens": most}
 
     def as_dict(self) -> dict[str, object]:

@@ -5,17 +5,39 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from specpaged.config import EngineConfig
     from specpaged.drafting.base import Drafter
     from specpaged.modeling.model_runner import ModelRunner
     from specpaged.speculative_config import SpeculativeConfig
 
 
+def require_drafter(config: SpeculativeConfig | None) -> None:
+    """ValueError where the configuration names a class that cannot be imported: said before a model is loaded."""
+    if config is not None and config.method == "custom":
+        from specpaged.drafting.custom import find_drafter
+
+        find_drafter(config.drafter)
+
+
 def get_drafter(
-    config: SpeculativeConfig | None, draft: ModelRunner | None, vocab_size: int, max_num_batched_tokens: int
+    engine_config: EngineConfig,
+    target: ModelRunner,
+    draft: ModelRunner | None,
+    vocab_size: int,
+    max_num_batched_tokens: int,
 ) -> Drafter | None:
-    """The drafter of a configuration; None where nothing is drafted. `draft` is its model, if its method has one."""
+    """The drafter of a configuration; None where nothing is drafted. `draft` is its model, if its method has one.
+
+    Raises:
+        ValueError: it cannot be made; the message names the argument, its value and what is allowed.
+    """
+    config = engine_config.speculative_config
     if config is None or config.max_draft_tokens == 0:
         return None
+    if config.method == "custom":
+        from specpaged.drafting.custom import DrafterContext, load_drafter
+
+        return load_drafter(config, DrafterContext.of(engine_config, target, vocab_size), target)
     if config.method == "ngram":
         from specpaged.drafting.ngram import NgramDrafter
 

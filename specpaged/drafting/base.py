@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -66,13 +67,20 @@ class DraftOutput:
 
 
 class Drafter(Protocol):
-    """Proposes tokens; never decides any."""
+    """Proposes tokens; never decides any. Who derives from it has to write `propose` alone.
 
-    hidden_states: HiddenStatesRequest | None  # what it reads of the target
-    looks_back: bool  # whether it can say what it would have drafted
-    stops: bool  # whether it heeds a stop rule
-    in_rounds: ModelRunner | Lookup | None  # what stands for it where several rounds are one call, if anything does
+    `propose` and `forget` are called between two steps, one at a time, and what is handed over stays as it is.
+    """
 
+    hidden_states: HiddenStatesRequest | None = None  # what it reads of the target
+    looks_back: bool = False  # whether it can say what it would have drafted
+    stops: bool = False  # whether it heeds a stop rule
+    # What stands for it where several rounds are one call, if anything does.
+    in_rounds: ModelRunner | Lookup | None = None
+    # Of a custom drafter: whether its drafts come with the `probs` that they were drawn from, or are certain, without.
+    gives_probs: bool = False
+
+    @abstractmethod
     def propose(
         self, rows: Sequence[DraftRow], sampling: SamplingBatch, stop_rule: StopRule | None = None
     ) -> list[Draft]:
@@ -87,5 +95,8 @@ class Drafter(Protocol):
         ...
 
     def forget(self, sequence: Hashable) -> None:
-        """The sequence has ended, or given up its KV: whatever was kept of it goes."""
-        ...
+        """The sequence has ended, or given up its KV, or a proposal for it has failed: whatever was kept of it goes.
+
+        Of a sequence that was never proposed for, too.
+        """
+        return

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from specpaged.drafting.base import DraftRow
+from specpaged.drafting.checked import DraftError
 from specpaged.drafting.draft import NO_DRAFT, Draft
 from specpaged.engine.draft_planner import num_unseen
 from specpaged.engine.draft_row import draft_row
@@ -129,9 +130,10 @@ def _drafts(
         drafts = step.drafter.propose(rows, sampling, plan.stop_rule)
     except IntegrityError:
         raise
-    except Exception:  # whatever is drafted, outputs are the same: nobody ends for it
+    except Exception as error:  # whatever is drafted, outputs are the same: nobody ends for it
         step.metrics.failed_proposals += 1
-        logger.warning("a proposal of %d sequences failed; they have no drafts:", len(rows), exc_info=True)
+        reason, where = f"{type(error).__name__}: {error}", not isinstance(error, DraftError)
+        logger.warning("a proposal of %d sequences failed; they have no drafts: %s", len(rows), reason, exc_info=where)
         for row in rows:
             step.forget(row.sequence)
         return [NO_DRAFT] * num_drafting, None

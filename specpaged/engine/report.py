@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from specpaged.config import EngineConfig
+from specpaged.drafting.custom import name_of
 from specpaged.modeling.cuda_graphs import CudaGraphs
 from specpaged.modeling.model_runner import ModelRunner
 from specpaged.speculation.cost_model import CostModel
@@ -31,6 +32,8 @@ def _drafting(config: SpeculativeConfig | None) -> str | None:
         others = f"outputs of {config.suffix_decoding_max_cached_requests} requests"
         suffixes = f"suffixes of up to {config.suffix_decoding_max_tree_depth} tokens"
         return f"{_num_draft_tokens(config)}, by {suffixes} in a sequence's own text and {others}"
+    if config.method == "custom":
+        return f"{_num_draft_tokens(config)}, by {name_of(config.drafter)}"
     return _num_draft_tokens(config)
 
 

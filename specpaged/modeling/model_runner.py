@@ -76,6 +76,13 @@ class ModelRunner:
             return ForwardOutput(None, Argmax.of(logits[:, :argmax_of]), output.hidden_states)
         return ForwardOutput(logits, None, output.hidden_states)
 
+    def check_hidden_states(self, hidden: HiddenStatesRequest) -> None:
+        """Raises the ValueError that `forward` would, before there is anything to run."""
+        hidden.check(len(self.kv_cache.layers))
+        check = getattr(self.model.decoder, "check_shows_layers", None)
+        if check is not None:
+            check()
+
     @torch.inference_mode()
     def recur(self, hidden: Tensor, token_ids: Tensor) -> ForwardOutput:
         """What heads whose further passes read no KV find behind one more token [M] int64 of each of their hidden

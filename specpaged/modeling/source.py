@@ -16,7 +16,8 @@ from specpaged.modeling.forward_output import ForwardOutput, ForwardRequest
 class Decoder(Protocol):
     """A whole model on packed rows: an nn.Module whose `forward` is this.
 
-    One with an attribute `has_argmax` that is true takes requests with `argmax_of`.
+    One with an attribute `has_argmax` that is true takes requests with `argmax_of`. One that may not be able to tell
+    hidden states has a method `check_shows_layers`, which raises ValueError then.
     """
 
     def forward(

@@ -34,6 +34,10 @@ class TransformersDecoder(nn.Module):
     def _layers(self) -> nn.ModuleList:
         return find_decoder_layers(self.module)
 
+    def check_shows_layers(self) -> None:
+        """Raises ValueError where hidden states cannot be taken down, as there is no list of the model's layers."""
+        _ = self._layers
+
     @override
     def forward(
         self, token_ids: Tensor, positions: Tensor, paged_pass: PagedPass, request: ForwardRequest

@@ -8,8 +8,9 @@ from typing import Any
 
 from vllm.config import VllmConfig
 
-from specpaged.checks import check_choice
+from specpaged.checks import check_choice, check_names
 from specpaged.config import ATTENTION_BACKENDS, DTYPES, MODEL_IMPLS, NUMERICS, EngineConfig
+from specpaged.drafting import require_drafter
 from specpaged.speculative_config import METHODS, SUFFIX_DECODING, WITH_MODEL, SpeculativeConfig
 
 LOAD_FORMATS = ("auto", "hf", "safetensors")
@@ -23,6 +24,7 @@ OPTIONS: dict[str, tuple[str | bool, ...]] = {
     "attention_backend": ATTENTION_BACKENDS,
     "model_impl": MODEL_IMPLS,
 }
+DRAFTER_OPTIONS = "drafter_options"  # another key: what a custom drafter is made with, a mapping
 DRAFT_OPTIONS = [key for key in OPTIONS if key.startswith("draft_")]
 
 # Of a step, and of each of its sequences, beside the passes: vLLM's engine, and ours, until it has been heard.
@@ -49,6 +51,12 @@ def engine_config(vllm_config: VllmConfig, device: str) -> EngineConfig:
             f"--additional-config specpaged['draft_{name}']={value!r} needs a speculative_config with a method of "
             f"{', '.join(WITH_MODEL)}"
         )
+    made_with = given.pop(DRAFTER_OPTIONS, None)
+    if made_with is not None and method != "custom":
+        raise ValueError(
+            f"--additional-config specpaged[{DRAFTER_OPTIONS!r}]={made_with!r} needs a speculative_config with method "
+            "custom_class"
+        )
     speculative = None
     is_adaptive = given.pop("adaptive", True)
     if asked is not None:
@@ -57,6 +65,8 @@ def engine_config(vllm_config: VllmConfig, device: str) -> EngineConfig:
             of_method = {"prompt_lookup_min": asked.prompt_lookup_min, "prompt_lookup_max": asked.prompt_lookup_max}
         elif method == "suffix":
             of_method = {name: getattr(asked, name) for name in SUFFIX_DECODING}
+        elif method == "custom":
+            of_method = {"drafter": path, DRAFTER_OPTIONS: made_with}
         else:
             of_method |= of_draft
         if is_adaptive and not asked.num_speculative_tokens_per_batch_size:
@@ -64,6 +74,7 @@ def engine_config(vllm_config: VllmConfig, device: str) -> EngineConfig:
         else:  # of which vLLM's scheduler asks fewer, where it is told so by batch size
             of_method["num_speculative_tokens"] = asked.num_speculative_tokens
         speculative = SpeculativeConfig(method=method, **of_method)
+        require_drafter(speculative)
     return EngineConfig(
         model=model.model,
         speculative_config=speculative,
@@ -82,11 +93,17 @@ def engine_config(vllm_config: VllmConfig, device: str) -> EngineConfig:
 
 
 def _method(method: str, model: str | None) -> tuple[str, str | None]:
-    """Our method and its model, by vLLM's, which has no name for Clover's heads: a custom class "clover:DIR"."""
+    """Our method, and its model or its class, by vLLM's.
+
+    A custom class is one of our drafters, "package.module:Class" or as vLLM spells it, "package.module.Class". vLLM has
+    no name for Clover's heads: they are "clover:DIR" there.
+    """
+    if method != "custom_class":
+        return method, model
     name, separator, path = (model or "").partition(":")
-    if method == "custom_class" and name == "clover" and separator:
+    if name == "clover" and separator:
         return name, path
-    return method, model
+    return "custom", model if separator or not model else ":".join(model.rsplit(".", 1))
 
 
 def options(additional_config: Any) -> dict[str, Any]:
@@ -96,13 +113,16 @@ def options(additional_config: Any) -> dict[str, Any]:
         ValueError: naming a key or a value that is not known, and those that are.
     """
     given = additional_config.get("specpaged", {}) if isinstance(additional_config, Mapping) else {}
-    name = "--additional-config specpaged"
+    name, keys = "--additional-config specpaged", [*OPTIONS, DRAFTER_OPTIONS]
     if not isinstance(given, Mapping):
-        raise ValueError(f"{name}={given!r} must be an object with some of the keys {', '.join(OPTIONS)}")
+        raise ValueError(f"{name}={given!r} must be an object with some of the keys {', '.join(keys)}")
     for key, value in given.items():
-        if key not in OPTIONS:
-            raise ValueError(f"{name} has no key {key!r}; allowed: {', '.join(OPTIONS)}")
-        check_choice(f"{name}[{key!r}]", value, OPTIONS[key])
+        if key not in keys:
+            raise ValueError(f"{name} has no key {key!r}; allowed: {', '.join(keys)}")
+        if key == DRAFTER_OPTIONS:
+            check_names(f"{name}[{key!r}]", value)
+        else:
+            check_choice(f"{name}[{key!r}]", value, OPTIONS[key])
     return dict(given)
 
 

@@ -213,8 +213,8 @@ class SpecPagedWorker(Refusals, WorkerBase):
             max_num_batched_tokens=config.max_num_batched_tokens,
             planner=planner,
             reserve_rounds=sequences.reserve_rounds,
-            # vLLM shares blocks by their tokens, and hidden states do not come again.
-            follows_target=config.enable_prefix_caching and drafter is not None and drafter.hidden_states is not None,
+            # vLLM shares blocks by their tokens, and hidden states do not come again: all KV of heads has to be there.
+            follows_target=config.enable_prefix_caching and draft is not None and drafter.hidden_states is not None,
             # Each rank runs the whole draft, and quick kernels may differ in a bit.
             agree=get_tp_group().broadcast_object if self.shard is not None else None,
         )
@@ -231,7 +231,7 @@ class SpecPagedWorker(Refusals, WorkerBase):
         target, *drafts = pair.runners(caches, config.max_model_len, enforce_eager)
         # Tokens of one step are in one pass: a request may find blocks in the cache that another one fills in it.
         num_tokens = config.max_num_batched_tokens + config.max_num_seqs
-        return target, get_drafter(config.speculative_config, *(drafts or [None]), pair.vocab_size, num_tokens)
+        return target, get_drafter(config, target, *(drafts or [None]), pair.vocab_size, num_tokens)
 
     @while_starting
     def update_max_model_len(self, max_model_len: int) -> None:

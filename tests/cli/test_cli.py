@@ -19,12 +19,14 @@ from specpaged.config import EngineConfig
 from specpaged.engine.engine import Engine
 from specpaged.modeling.model_runner import ModelRunner
 from specpaged.paging.page_table import PageTable
+from specpaged.speculative_config import METHODS
 from specpaged.verification.coupled import CoupledVerifier
 
 FLAGS = [
     "--model",
     "--draft-model",
     "--method",
+    "--drafter",
     "--prompts",
     "--num-prompts",
     "--max-prompt-tokens",
@@ -244,18 +246,34 @@ def test_verify_verifies_prompt_lookup(specpaged, prompts, tokenizer_pair):
     assert result.stdout.splitlines()[-1] == "6/6 outputs identical"
 
 
+def test_verify_verifies_a_drafter_of_somebody_elses(specpaged, prompts, tokenizer_pair):
+    flags = ("--model", tokenizer_pair.target, "--method", "custom", "--prompts", prompts, *SHORT, *DRAFTING)
+    result = specpaged("verify", *flags, "--drafter", "tests.drafting.test_custom:Repeats", pair=None)
+    assert result.exit_code == 0
+    assert "K      3, by tests.drafting.test_custom:Repeats" in result.stdout
+    assert result.stdout.splitlines()[-1] == "6/6 outputs identical"
+    result = specpaged("verify", *flags, "--drafter", "no_such:Name", pair=None)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: speculative_config['drafter']='no_such:Name' cannot be imported")
+
+
 @pytest.mark.parametrize("command", ["generate", "verify"])
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (
             ["--method", "ngram", "--draft-model", "d"],
-            "--draft-model='d' is for --method draft_model; --method ngram has none",
+            "--draft-model='d' is for --method draft_model, eagle3, clover; --method ngram has none",
         ),
-        (["--method", "eagle"], "--method='eagle' is not known; allowed: 'draft_model', 'ngram', 'suffix'"),
+        (["--method", "eagle"], f"--method='eagle' is not known; allowed: {', '.join(map(repr, METHODS))}"),
         (
             ["--method", "eagle", "--model", "m"],
-            "--method='eagle' is not known; allowed: 'draft_model', 'ngram', 'suffix'",
+            f"--method='eagle' is not known; allowed: {', '.join(map(repr, METHODS))}",
+        ),
+        (["--drafter", "a:B"], "--drafter='a:B' is for --method custom; it is draft_model"),
+        (
+            ["--method", "custom", "--drafter", "a.B"],
+            "--drafter='a.B' must be 'package.module:Class', or in Python a class or another callable",
         ),
     ],
 )

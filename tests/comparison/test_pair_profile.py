@@ -45,6 +45,8 @@ def test_vllm_is_asked_for_what_pays_in_single_rounds():
     config = pair.vllm_config("draft_model", "a/draft")
     assert config == {"method": "draft_model", "model": "a/draft", "num_speculative_tokens": single.best(1)}
     assert "model" not in pair.vllm_config("ngram", None)
+    custom = pair.vllm_config("custom", "a.module:Drafter")
+    assert custom == config | {"method": "custom_class", "model": "a.module:Drafter"}
     assert PairProfile(COSTS, [0.6] * 8, {}, 1.0, several, none).vllm_config("draft_model", "a/draft") is None
     assert pair.as_dict()["pays_up_to"] == several.pays_up_to
     assert pair.as_dict()["single_rounds"]["best"]["1"] == single.best(1)

@@ -58,6 +58,20 @@ def test_what_vllm_was_told_reaches_our_parts():
     assert engine_config(vllm_config(), "cpu").speculative_config is None
 
 
+@pytest.mark.parametrize("spelling", ["tests.drafting.test_custom:Repeats", "tests.drafting.test_custom.Repeats"])
+def test_a_custom_class_is_a_drafter_of_somebody_elses(spelling):
+    asked = {"method": "custom_class", "model": spelling, "num_speculative_tokens": 3}
+    made_with = {"specpaged": {"drafter_options": {"depth": 2}}}
+    ours = engine_config(vllm_config(speculative_config=asked, additional_config=made_with), "cpu").speculative_config
+    assert (ours.method, ours.drafter, ours.model) == ("custom", "tests.drafting.test_custom:Repeats", None)
+    assert (ours.drafter_options, ours.max_draft_tokens) == ({"depth": 2}, 3)
+    config = vllm_config(speculative_config=asked | {"model": "no_such.module.Name"})
+    with pytest.raises(ValueError, match=r"speculative_config\['drafter'\]='no_such.module:Name' cannot be imported"):
+        engine_config(config, "cpu")
+    with pytest.raises(ValueError, match=r"specpaged\['drafter_options'\]=.* needs a .* method custom_class"):
+        engine_config(vllm_config(speculative_config=DRAFT, additional_config=made_with), "cpu")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -97,6 +111,10 @@ def test_arguments_at_their_defaults_pass():
     [
         ({"load_format": "dummy"}, r"--load-format='dummy' is not supported \(allowed: auto, hf, safetensors\)"),
         ({"additional_config": {"specpaged": {"numeric": 1}}}, "specpaged has no key 'numeric'; allowed: adaptive, "),
+        (
+            {"additional_config": {"specpaged": {"drafter_options": 3}}},
+            r"specpaged\['drafter_options'\]=3 must be a mapping whose keys are strings",
+        ),
         (
             {"additional_config": {"specpaged": {"adaptive": "no"}}, "speculative_config": DRAFT},
             r"specpaged\['adaptive'\]='no' is not known; allowed: True, False",
