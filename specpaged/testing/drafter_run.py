@@ -89,7 +89,7 @@ class DrafterRun:
             self._add(i, is_again=True)
         self._to_the_end()
         together = self.witness.proposals
-        for key in alone.keys() & together.keys() if not learns_from_others else ():
+        for key in sorted(alone.keys() & together.keys()) if not learns_from_others else ():
             if alone[key] != together[key]:
                 request_id, _, num_tokens, _ = key
                 raise ContractError(

@@ -335,7 +335,7 @@ FAULTS = [
     ("forget", ForgetsOnlyWhomItKnows, "KeyError"),
     ("memory", KeepsAll, r"num_sequences=\d+ where all have ended; allowed: 0"),
     ("memory", KeepsOne, "num_sequences=1 where all have ended; allowed: 0"),
-    ("batch mates", LooksAtItsMates, r"was proposed \[1\] alone, and \[\d\] beside others"),
+    ("batch mates", LooksAtItsMates, r"request '0' of \d+ known tokens was proposed \[1\] alone, and \[\d\] "),
     ("batch mates", CountsItsCalls, "beside others; allowed: the same, unless learns_from_others=True"),
     ("outputs", HasTheLastWord, "plain decoding: "),
 ]
