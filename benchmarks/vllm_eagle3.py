@@ -94,8 +94,8 @@ class Agreement:
         return self.steps - self.equal - self.near_ties
 
     def summary(self) -> dict[str, Any]:
-        """As JSON has it: at most the first ten that differ."""
-        return asdict(self) | {"faults": self.faults, "differing": self.differing[:10]}
+        """As JSON has it: at most the first three that differ."""
+        return asdict(self) | {"faults": self.faults, "differing": self.differing[:3]}
 
     def add(self, drafts: Sequence[int], others: Sequence[int], margins: Sequence[float], where: str) -> None:
         """Count a step: `margins` say of each draft how far it was above the second most likely token."""
