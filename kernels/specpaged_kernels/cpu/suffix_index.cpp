@@ -20,6 +20,7 @@
 namespace {
 
 constexpr int NEWEST = 32;  // places of a chain that are looked at
+constexpr int64_t MOST_TOKENS = 1 << 22;  // of all texts that have ended, at some 60 bytes each
 constexpr int64_t NO_TOKEN = -1;  // between two texts
 
 // A place, and how many tokens before it are those that are asked for.
@@ -45,16 +46,14 @@ public:
         if (token == NO_TOKEN) begins_ = size();
     }
 
-    // One more, that has ended. Of all, `most` are kept.
+    // One more, that has ended. Of all, `most` are kept, or as many as have MOST_TOKENS; where there is no memory, none.
     void add(const int64_t* token_ids, int64_t count, size_t most) {
-        ends_.push_back(size() + count + 1);
-        for (int64_t i = 0; i < count; ++i) append(token_ids[i]);
-        append(NO_TOKEN);
-        while (ends_.size() > most) {
-            first_ = ends_.front();
-            ends_.pop_front();
+        try {
+            add_to_others(token_ids, count, most);
+        } catch (...) {
+            *this = Texts();
+            throw;
         }
-        if (2 * first_ > size()) compact();
     }
 
     // The newest places behind the longest suffixes of the tokens before `end`, of which so many may be read.
@@ -77,6 +76,17 @@ public:
     }
 
 private:
+    void add_to_others(const int64_t* token_ids, int64_t count, size_t most) {
+        ends_.push_back(size() + count + 1);
+        for (int64_t i = 0; i < count; ++i) append(token_ids[i]);
+        append(NO_TOKEN);
+        while (ends_.size() > most || (size() - first_ > MOST_TOKENS && ends_.size() > 1)) {
+            first_ = ends_.front();
+            ends_.pop_front();
+        }
+        if (2 * first_ > size()) compact();
+    }
+
     void compact() {
         Texts kept;
         for (int64_t i = first_; i < size(); ++i) kept.append(tokens_[size_t(i)]);
