@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from specpaged.checks import check_choice, check_int
+from specpaged.checks import check_choice, check_int, check_ranges
 from specpaged.config import DTYPES, NUMERICS
 
 MAX_ADAPTIVE_DRAFT_TOKENS = 8  # that an adaptive drafter goes deep, where a user names no maximum
 HEADS = ("eagle3", "clover")  # methods whose model reads the target's hidden states
 WITH_MODEL = ("draft_model", *HEADS)
-METHODS = (*WITH_MODEL, "ngram", "suffix")
+LOOKUPS = ("ngram", "suffix")  # methods without one
+METHODS = (*WITH_MODEL, *LOOKUPS)
 SELECTIONS = ("adaptive", "tetris")
 VERIFICATIONS = ("greedy", "coupled", "rejection")
 DEFAULT_PROMPT_LOOKUP = 5  # as in vLLM
@@ -46,6 +47,9 @@ class SpeculativeConfig:
     tokens, are looked for in the sequence's own text and in outputs of `suffix_decoding_max_cached_requests` others,
     and behind m tokens come at most m * `suffix_decoding_max_spec_factor` of those that are counted there as likely as
     `suffix_decoding_min_token_prob`, all together.
+    Several methods, in a list, draft together: any lookups, and one method with a model at most. In every round each
+    sequence takes what promises most: of K that is decided while running, by what each drafter's drafts have come to;
+    else a lookup's draft if half as many of its tokens are likely to stand as a model would draft.
     `numerics` is the draft's own: only the target decides tokens, so a fast draft costs nothing in exactness; nor does
     `kv_cache_dtype`, what its keys and values are stored as ("auto": in the dtype of its arithmetic).
     `num_speculative_tokens` is K at every batch size; with "auto", the default, it is decided in every step, from
@@ -58,7 +62,7 @@ class SpeculativeConfig:
     """
 
     model: str | None = None
-    method: str = "draft_model"
+    method: str | Sequence[str] = "draft_model"
     num_speculative_tokens: int | str | None = None
     max_num_speculative_tokens: int | None = None
     num_speculative_tokens_per_batch_size: Sequence[Sequence[int]] | None = None
@@ -75,11 +79,11 @@ class SpeculativeConfig:
     tetris_extra_proposals: int | None = None
 
     def __post_init__(self) -> None:
-        check_choice("speculative_config['method']", self.method, METHODS)
+        self._check_method()
         self._check_lookup()
         check_choice("speculative_config['numerics']", self.numerics, NUMERICS)
         check_choice("speculative_config['kv_cache_dtype']", self.kv_cache_dtype, DTYPES)
-        if self.method not in WITH_MODEL and self.kv_cache_dtype != "auto":
+        if self.model_method is None and self.kv_cache_dtype != "auto":
             raise ValueError(
                 f"speculative_config['kv_cache_dtype']={self.kv_cache_dtype!r} is for methods with a model; method "
                 f"{self.method!r} has no KV"
@@ -88,9 +92,23 @@ class SpeculativeConfig:
         if self.num_speculative_tokens not in (None, "auto"):
             check_int("speculative_config['num_speculative_tokens']", self.num_speculative_tokens, 0)
         self._check_decisions()
-        _check_ranges(
+        check_ranges(
             "speculative_config['num_speculative_tokens_per_batch_size']", self.num_speculative_tokens_per_batch_size
         )
+
+    def _check_method(self) -> None:
+        name, methods = "speculative_config['method']", self.method
+        if isinstance(methods, str) or not isinstance(methods, Sequence):
+            check_choice(name, methods, METHODS)
+            return
+        for i, method in enumerate(methods):
+            check_choice(f"{name}[{i}]", method, METHODS)
+        if not methods or len(set(methods)) < len(methods) or sum(method in WITH_MODEL for method in methods) > 1:
+            raise ValueError(
+                f"{name}={list(methods)!r} must name at least one method, each once, and at most one of those with a "
+                f"model: {', '.join(map(repr, WITH_MODEL))}"
+            )
+        object.__setattr__(self, "method", methods[0] if len(methods) == 1 else tuple(methods))
 
     def _check_decisions(self) -> None:
         check_choice("speculative_config['selection']", self.selection, SELECTIONS)
@@ -119,6 +137,11 @@ class SpeculativeConfig:
                 "speculative_config['selection']='tetris' needs num_speculative_tokens as an int; it is "
                 f"{self.num_speculative_tokens!r}"
             )
+        if len(self.methods) > 1:
+            raise ValueError(
+                "speculative_config['selection']='tetris' is for one method; allowed beside it: a method, not "
+                f"{list(self.methods)!r}"
+            )
         if self.verification == "rejection":
             raise ValueError(
                 "speculative_config['selection']='tetris' changes what rejection sampling draws; allowed beside it: "
@@ -131,24 +154,24 @@ class SpeculativeConfig:
     def _check_lookup(self) -> None:
         for name in ("prompt_lookup_min", "prompt_lookup_max", *SUFFIX_DECODING):
             method = "suffix" if name in SUFFIX_DECODING else "ngram"
-            if method != self.method and getattr(self, name) is not None:
+            if method not in self.methods and getattr(self, name) is not None:
                 raise ValueError(
                     f"speculative_config[{name!r}]={getattr(self, name)!r} is for method {method!r} alone; "
                     f"method={self.method!r}"
                 )
-        if self.method not in WITH_MODEL and self.model is not None:
+        if self.model_method is None and self.model is not None:
             raise ValueError(
                 f"speculative_config['model']={self.model!r} is for methods {', '.join(map(repr, WITH_MODEL))}; method "
                 f"{self.method!r} has none"
             )
         if self.reads_target and self.model is None:
             raise ValueError(
-                f"speculative_config['model']=None: method {self.method!r} needs heads that were trained on the "
+                f"speculative_config['model']=None: method {self.model_method!r} needs heads that were trained on the "
                 "target; allowed: a local path or hub id"
             )
-        if self.method == "ngram":
+        if "ngram" in self.methods:
             self._check_prompt_lookup()
-        elif self.method == "suffix":
+        if "suffix" in self.methods:
             self._check_suffix_decoding()
 
     def _check_suffix_decoding(self) -> None:
@@ -176,14 +199,29 @@ class SpeculativeConfig:
             )
 
     @property
+    def methods(self) -> tuple[str, ...]:
+        """All that draft together, in the order that was given."""
+        return (self.method,) if isinstance(self.method, str) else tuple(self.method)
+
+    @property
+    def lookups(self) -> tuple[str, ...]:
+        """Of these the ones without a model."""
+        return tuple(method for method in self.methods if method in LOOKUPS)
+
+    @property
+    def model_method(self) -> str | None:
+        """Of these the one with a model, if any."""
+        return next((method for method in self.methods if method in WITH_MODEL), None)
+
+    @property
     def has_model(self) -> bool:
         """Whether a model drafts, at some batch size. ValueError if the configuration is not resolved."""
-        return self.method in WITH_MODEL and self.max_draft_tokens > 0
+        return self.model_method is not None and self.max_draft_tokens > 0
 
     @property
     def reads_target(self) -> bool:
         """Whether drafts come of the target's hidden states: KV of a drafter that reads these is never caught up."""
-        return self.method in HEADS
+        return self.model_method in HEADS
 
     @classmethod
     def from_mapping(cls, config: Mapping[str, Any]) -> SpeculativeConfig:
@@ -248,23 +286,3 @@ class SpeculativeConfig:
         if self.num_speculative_tokens_per_batch_size is None:
             return self.num_speculative_tokens + (self.tetris_extra_proposals or 0)
         return max((k for _, _, k in self.num_speculative_tokens_per_batch_size), default=0)
-
-
-def _check_ranges(name: str, ranges: Any) -> None:
-    """Raise ValueError unless `ranges` is None or ascending [first, last, K] triples that do not overlap."""
-    if ranges is None:
-        return
-    if not isinstance(ranges, Sequence) or isinstance(ranges, str | bytes):
-        raise ValueError(f"{name}={ranges!r} must be a list of [first, last, K]")
-    last_seen = 0
-    for entry in ranges:
-        triple = isinstance(entry, Sequence) and len(entry) == 3
-        if not triple or not all(isinstance(x, int) and not isinstance(x, bool) for x in entry):
-            raise ValueError(f"{name} entry {entry!r} must be three ints [first, last, K]")
-        first, last, k = entry
-        if not (last_seen < first <= last and k >= 0):
-            raise ValueError(
-                f"{name} entry {entry!r} must satisfy {last_seen} < first <= last and K >= 0 "
-                "(ranges ascend and do not overlap)"
-            )
-        last_seen = last

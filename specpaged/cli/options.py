@@ -14,7 +14,11 @@ Model = Annotated[str | None, typer.Option(help="Target: local path or hub id. D
 Texts = Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="Texts to complete.")]
 DraftModel = Annotated[str | None, typer.Option(help="Draft: local path or hub id.")]
 Method = Annotated[
-    str, typer.Option(help=f"Who drafts, one of {', '.join(METHODS)}; ngram and suffix need no draft model.")
+    str,
+    typer.Option(
+        help=f"Who drafts, one of {', '.join(METHODS)}, or several, with commas between them; ngram and suffix need no "
+        "draft model."
+    ),
 ]
 Prompts = Annotated[str | None, typer.Option(help="JSON lines in Spec-Bench form; - reads standard input.")]
 NumPrompts = Annotated[int | None, typer.Option(min=1, help="An evenly spread selection of the prompts.")]
