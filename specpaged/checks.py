@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -39,3 +40,30 @@ def check_names(name: str, value: Any) -> None:
     """Raise ValueError unless `value` is a mapping whose keys are strings."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise ValueError(f"{name}={value!r} must be a mapping whose keys are strings")
+
+
+def check_ranges(name: str, ranges: Any) -> None:
+    """Raise ValueError unless `ranges` is None or ascending [first, last, K] triples that do not overlap."""
+    if ranges is None:
+        return
+    if not isinstance(ranges, Sequence) or isinstance(ranges, str | bytes):
+        raise ValueError(f"{name}={ranges!r} must be a list of [first, last, K]")
+    last_seen = 0
+    for entry in ranges:
+        triple = isinstance(entry, Sequence) and len(entry) == 3
+        if not triple or not all(isinstance(x, int) and not isinstance(x, bool) for x in entry):
+            raise ValueError(f"{name} entry {entry!r} must be three ints [first, last, K]")
+        first, last, k = entry
+        if not (last_seen < first <= last and k >= 0):
+            raise ValueError(
+                f"{name} entry {entry!r} must satisfy {last_seen} < first <= last and K >= 0 "
+                "(ranges ascend and do not overlap)"
+            )
+        last_seen = last
+
+
+def check_share(name: str, value: Any, most: float) -> None:
+    """Raise ValueError unless `value` is a number from 0 to `most`, which may be infinite."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
+        allowed = "0 or more" if most == math.inf else f"0 to {most:g}"
+        raise ValueError(f"{name}={value!r} must be a number; allowed: {allowed}")

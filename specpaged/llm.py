@@ -272,7 +272,7 @@ def _engine_config(
             or engine_arguments.get("rollback", "truncate") != "truncate"
         )
         speculative_config = speculative_config.resolved(engine_arguments.get("device", "cpu"), is_for_studies)
-    drafts_by_model = speculative_config is not None and speculative_config.method == "draft_model"
+    drafts_by_model = speculative_config is not None and speculative_config.model_method == "draft_model"
     if drafts_by_model and speculative_config.model is None:
         if not embedded and speculative_config.max_draft_tokens > 0:
             raise ValueError(

@@ -7,13 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from specpaged.checks import check_callable, check_choice, check_int, check_names
+from specpaged.checks import check_callable, check_choice, check_int, check_names, check_ranges, check_share
 from specpaged.config import DTYPES, NUMERICS
 
 MAX_ADAPTIVE_DRAFT_TOKENS = 8  # that an adaptive drafter goes deep, where a user names no maximum
 HEADS = ("eagle3", "clover")  # methods whose model reads the target's hidden states
 WITH_MODEL = ("draft_model", *HEADS)
-METHODS = (*WITH_MODEL, "ngram", "suffix", "custom")
+LOOKUPS = ("ngram", "suffix")  # methods without one
+METHODS = (*WITH_MODEL, *LOOKUPS, "custom")
 SELECTIONS = ("adaptive", "tetris")
 VERIFICATIONS = ("greedy", "coupled", "rejection")
 DEFAULT_PROMPT_LOOKUP = 5  # as in vLLM
@@ -32,13 +33,8 @@ _METHOD_OF = {  # settings that one method alone has
 }
 DEFAULT_TETRIS_EXTRA = 2
 
-# K by the number of running sequences, [first, last, K], by device, where a user says nothing and nothing is decided
-# while running: under the schedules and rollbacks of studies. The CPU's are measured, on the embedded pair (`make
-# bench` sweeps K); the GPU's are not.
-DEFAULT_NUM_SPECULATIVE_TOKENS = {
-    "cpu": ((1, 3, 5), (4, 128, 2)),
-    "cuda": ((1, 32, 5), (33, 128, 3)),
-}
+# K by running sequences, [first, last, K], in studies whose user says nothing: measured on a CPU (`make bench`) alone.
+DEFAULT_NUM_SPECULATIVE_TOKENS = {"cpu": ((1, 3, 5), (4, 128, 2)), "cuda": ((1, 32, 5), (33, 128, 3))}
 
 
 @dataclass(frozen=True)
@@ -53,9 +49,11 @@ class SpeculativeConfig:
     tokens, are looked for in the sequence's own text and in outputs of `suffix_decoding_max_cached_requests` others,
     and behind m tokens come at most m * `suffix_decoding_max_spec_factor` of those that are counted there as likely as
     `suffix_decoding_min_token_prob`, all together.
-    "custom" is a class of somebody's own, `drafter`: "package.module:Class", or in Python the class itself or another
-    callable. It is called with a DrafterContext and with `drafter_options` as keyword arguments: see
-    specpaged.drafting.custom.
+    "custom" is a class of somebody's own, `drafter`: "package.module:Class", or in Python a callable. It is called with
+    a DrafterContext and with `drafter_options` as keyword arguments: see specpaged.drafting.custom.
+    Several methods, in a list, draft together: any lookups, and one method with a model at most. In every round each
+    sequence takes what promises most: of K that is decided while running, by what each drafter's drafts have come to;
+    else a lookup's draft if half as many of its tokens are likely to stand as a model would draft.
     `numerics` is the draft's own: only the target decides tokens, so a fast draft costs nothing in exactness; nor does
     `kv_cache_dtype`, what its keys and values are stored as ("auto": in the dtype of its arithmetic).
     `num_speculative_tokens` is K at every batch size; with "auto", the default, it is decided in every step, from
@@ -68,7 +66,7 @@ class SpeculativeConfig:
     """
 
     model: str | None = None
-    method: str = "draft_model"
+    method: str | Sequence[str] = "draft_model"
     num_speculative_tokens: int | str | None = None
     max_num_speculative_tokens: int | None = None
     num_speculative_tokens_per_batch_size: Sequence[Sequence[int]] | None = None
@@ -87,11 +85,11 @@ class SpeculativeConfig:
     tetris_extra_proposals: int | None = None
 
     def __post_init__(self) -> None:
-        check_choice("speculative_config['method']", self.method, METHODS)
         self._check_method()
+        self._check_settings()
         check_choice("speculative_config['numerics']", self.numerics, NUMERICS)
         check_choice("speculative_config['kv_cache_dtype']", self.kv_cache_dtype, DTYPES)
-        if self.method not in WITH_MODEL and self.kv_cache_dtype != "auto":
+        if self.model_method is None and self.kv_cache_dtype != "auto":
             raise ValueError(
                 f"speculative_config['kv_cache_dtype']={self.kv_cache_dtype!r} is for methods with a model; method "
                 f"{self.method!r} has no KV"
@@ -100,9 +98,23 @@ class SpeculativeConfig:
         if self.num_speculative_tokens not in (None, "auto"):
             check_int("speculative_config['num_speculative_tokens']", self.num_speculative_tokens, 0)
         self._check_decisions()
-        _check_ranges(
+        check_ranges(
             "speculative_config['num_speculative_tokens_per_batch_size']", self.num_speculative_tokens_per_batch_size
         )
+
+    def _check_method(self) -> None:
+        name, methods = "speculative_config['method']", self.method
+        if isinstance(methods, str) or not isinstance(methods, Sequence):
+            check_choice(name, methods, METHODS)
+            return
+        for i, method in enumerate(methods):
+            check_choice(f"{name}[{i}]", method, METHODS if len(methods) == 1 else (*WITH_MODEL, *LOOKUPS))
+        if not methods or len(set(methods)) < len(methods) or sum(method in WITH_MODEL for method in methods) > 1:
+            raise ValueError(
+                f"{name}={list(methods)!r} must name at least one method, each once, and at most one of those with a "
+                f"model: {', '.join(map(repr, WITH_MODEL))}"
+            )
+        object.__setattr__(self, "method", methods[0] if len(methods) == 1 else tuple(methods))
 
     def _check_decisions(self) -> None:
         check_choice("speculative_config['selection']", self.selection, SELECTIONS)
@@ -131,6 +143,11 @@ class SpeculativeConfig:
                 "speculative_config['selection']='tetris' needs num_speculative_tokens as an int; it is "
                 f"{self.num_speculative_tokens!r}"
             )
+        if len(self.methods) > 1:
+            raise ValueError(
+                "speculative_config['selection']='tetris' is for one method; allowed beside it: a method, not "
+                f"{list(self.methods)!r}"
+            )
         if self.verification == "rejection":
             raise ValueError(
                 "speculative_config['selection']='tetris' changes what rejection sampling draws; allowed beside it: "
@@ -140,35 +157,35 @@ class SpeculativeConfig:
             object.__setattr__(self, "tetris_extra_proposals", DEFAULT_TETRIS_EXTRA)
         check_int("speculative_config['tetris_extra_proposals']", self.tetris_extra_proposals, 0)
 
-    def _check_method(self) -> None:
+    def _check_settings(self) -> None:
         for name, method in _METHOD_OF.items():
-            if method != self.method and getattr(self, name) is not None:
+            if method not in self.methods and getattr(self, name) is not None:
                 raise ValueError(
                     f"speculative_config[{name!r}]={getattr(self, name)!r} is for method {method!r} alone; "
                     f"method={self.method!r}"
                 )
-        if self.method not in WITH_MODEL and self.model is not None:
+        if self.model_method is None and self.model is not None:
             raise ValueError(
                 f"speculative_config['model']={self.model!r} is for methods {', '.join(map(repr, WITH_MODEL))}; method "
                 f"{self.method!r} has none"
             )
         if self.reads_target and self.model is None:
             raise ValueError(
-                f"speculative_config['model']=None: method {self.method!r} needs heads that were trained on the "
+                f"speculative_config['model']=None: method {self.model_method!r} needs heads that were trained on the "
                 "target; allowed: a local path or hub id"
             )
-        if self.method == "ngram":
+        if "ngram" in self.methods:
             self._check_prompt_lookup()
-        elif self.method == "suffix":
+        if "suffix" in self.methods:
             self._check_suffix_decoding()
-        elif self.method == "custom":
+        if self.method == "custom":
             self._check_custom()
 
     def _check_custom(self) -> None:
         check_callable("speculative_config['drafter']", self.drafter)
-        if self.drafter_options is None:
-            object.__setattr__(self, "drafter_options", {})
-        check_names("speculative_config['drafter_options']", self.drafter_options)
+        options = {} if self.drafter_options is None else self.drafter_options
+        check_names("speculative_config['drafter_options']", options)
+        object.__setattr__(self, "drafter_options", options)
 
     def _check_suffix_decoding(self) -> None:
         for name, (default, bound) in SUFFIX_DECODING.items():
@@ -177,9 +194,8 @@ class SpeculativeConfig:
             value = getattr(self, name)
             if isinstance(default, int):
                 check_int(f"speculative_config[{name!r}]", value, bound)
-            elif isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= bound:
-                allowed = "0 or more" if bound == math.inf else f"0 to {bound:g}"
-                raise ValueError(f"speculative_config[{name!r}]={value!r} must be a number; allowed: {allowed}")
+            else:
+                check_share(f"speculative_config[{name!r}]", value, bound)
 
     def _check_prompt_lookup(self) -> None:
         names = ("prompt_lookup_min", "prompt_lookup_max")
@@ -195,14 +211,29 @@ class SpeculativeConfig:
             )
 
     @property
+    def methods(self) -> tuple[str, ...]:
+        """All that draft together, in the order that was given."""
+        return (self.method,) if isinstance(self.method, str) else tuple(self.method)
+
+    @property
+    def lookups(self) -> tuple[str, ...]:
+        """Of these the ones without a model."""
+        return tuple(method for method in self.methods if method in LOOKUPS)
+
+    @property
+    def model_method(self) -> str | None:
+        """Of these the one with a model, if any."""
+        return next((method for method in self.methods if method in WITH_MODEL), None)
+
+    @property
     def has_model(self) -> bool:
         """Whether a model drafts, at some batch size. ValueError if the configuration is not resolved."""
-        return self.method in WITH_MODEL and self.max_draft_tokens > 0
+        return self.model_method is not None and self.max_draft_tokens > 0
 
     @property
     def reads_target(self) -> bool:
         """Whether drafts come of the target's hidden states: KV of a drafter that reads these is never caught up."""
-        return self.method in HEADS
+        return self.model_method in HEADS
 
     @classmethod
     def from_mapping(cls, config: Mapping[str, Any]) -> SpeculativeConfig:
@@ -267,23 +298,3 @@ class SpeculativeConfig:
         if self.num_speculative_tokens_per_batch_size is None:
             return self.num_speculative_tokens + (self.tetris_extra_proposals or 0)
         return max((k for _, _, k in self.num_speculative_tokens_per_batch_size), default=0)
-
-
-def _check_ranges(name: str, ranges: Any) -> None:
-    """Raise ValueError unless `ranges` is None or ascending [first, last, K] triples that do not overlap."""
-    if ranges is None:
-        return
-    if not isinstance(ranges, Sequence) or isinstance(ranges, str | bytes):
-        raise ValueError(f"{name}={ranges!r} must be a list of [first, last, K]")
-    last_seen = 0
-    for entry in ranges:
-        triple = isinstance(entry, Sequence) and len(entry) == 3
-        if not triple or not all(isinstance(x, int) and not isinstance(x, bool) for x in entry):
-            raise ValueError(f"{name} entry {entry!r} must be three ints [first, last, K]")
-        first, last, k = entry
-        if not (last_seen < first <= last and k >= 0):
-            raise ValueError(
-                f"{name} entry {entry!r} must satisfy {last_seen} < first <= last and K >= 0 "
-                "(ranges ascend and do not overlap)"
-            )
-        last_seen = last

@@ -301,6 +301,32 @@ K = "speculative_config['num_speculative_tokens']"
         ),
         ({"method": "eagle"}, "speculative_config['method']='eagle' is not known; allowed: 'draft_model'"),
         ({"method": None}, "speculative_config['method']=None is not known; allowed: 'draft_model'"),
+        (
+            {"method": ["suffix", "eagle"]},
+            "speculative_config['method'][1]='eagle' is not known; allowed: 'draft_model'",
+        ),
+        ({"method": [["suffix"]]}, "speculative_config['method'][0]=['suffix'] is not known; allowed: 'draft_model'"),
+        (
+            {"method": []},
+            "speculative_config['method']=[] must name at least one method, each once, and at most one of",
+        ),
+        (
+            {"method": ["ngram"] * 2, "model": None},
+            "speculative_config['method']=['ngram', 'ngram'] must name at least",
+        ),
+        ({"method": ["draft_model", "ngram", "eagle3"]}, "'eagle3'] must name at least one method, each once, and at "),
+        (
+            {"method": ["ngram", "suffix"]},
+            "is for methods 'draft_model', 'eagle3', 'clover'; method ('ngram', 'suffix')",
+        ),
+        (
+            {"method": ["suffix", "draft_model"], "prompt_lookup_max": 3},
+            "['prompt_lookup_max']=3 is for method 'ngram'",
+        ),
+        (
+            {"method": ["suffix", "draft_model"], "selection": "tetris", "num_speculative_tokens": 2},
+            "speculative_config['selection']='tetris' is for one method; allowed beside it: a method, not ['suffix', ",
+        ),
         ({"numerics": "sloppy"}, "speculative_config['numerics']='sloppy' is not known; allowed: 'exact', 'fast'"),
         (
             {"kv_cache_dtype": "fp8"},

@@ -14,7 +14,11 @@ Model = Annotated[str | None, typer.Option(help="Target: local path or hub id. D
 Texts = Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="Texts to complete.")]
 DraftModel = Annotated[str | None, typer.Option(help="Draft: local path or hub id.")]
 Method = Annotated[
-    str, typer.Option(help=f"Who drafts, one of {', '.join(METHODS)}; ngram, suffix and custom need no draft model.")
+    str,
+    typer.Option(
+        help=f"Who drafts, one of {', '.join(METHODS)}, or several, with commas between them; ngram, suffix and custom "
+        "need no draft model."
+    ),
 ]
 Drafter = Annotated[
     str | None,

@@ -93,17 +93,20 @@ class Job:
         Raises:
             ValueError: naming the flag, its value and what is allowed.
         """
-        check_choice("--method", method, METHODS)
-        if method not in WITH_MODEL and draft_model is not None:
+        methods = method.split(",")
+        for each in methods:
+            check_choice("--method", each, METHODS)
+        if not any(each in WITH_MODEL for each in methods) and draft_model is not None:
             allowed = ", ".join(WITH_MODEL)
             raise ValueError(f"--draft-model={draft_model!r} is for --method {allowed}; --method {method} has none")
-        if method in HEADS and draft_model is None:
+        if any(each in HEADS for each in methods) and draft_model is None:
             raise ValueError(f"--method={method} needs --draft-model, heads that were trained on the target")
         if drafter is not None and method != "custom":
             raise ValueError(f"--drafter={drafter!r} is for --method custom; it is {method}")
         if method == "custom":
             check_callable("--drafter", drafter)
-        if draft_kv_cache_dtype != "auto" and draft_model is None and (model is not None or method != "draft_model"):
+        has_draft = draft_model is not None or (model is None and "draft_model" in methods)  # the embedded pair's
+        if draft_kv_cache_dtype != "auto" and not has_draft:
             raise ValueError(f"--draft-kv-cache-dtype={draft_kv_cache_dtype!r} needs a --draft-model")
         records = evenly_spread(_records(prompts, texts), num_prompts)
         if output is not None and not _is_writable(output):
@@ -114,11 +117,13 @@ class Job:
         params = [base if seed is None else replace(base, seed=(seed + i) % 2**64) for i in range(len(records))]
         if threads is not None:
             torch.set_num_threads(threads)
-        lacks_draft = method == "draft_model" and model is not None and draft_model is None
+        lacks_draft = "draft_model" in methods and model is not None and draft_model is None
+        if lacks_draft and len(methods) > 1:
+            raise ValueError(f"--method={method} needs --draft-model beside --model={model!r}")
         speculative: dict[str, Any] | None = None
         if not lacks_draft:
             k = num_speculative_tokens
-            speculative = {"method": method, "model": draft_model, "num_speculative_tokens": k}
+            speculative = {"method": methods, "model": draft_model, "num_speculative_tokens": k}
             speculative |= {"kv_cache_dtype": draft_kv_cache_dtype, "drafter": drafter}
         llm = LLM(model, speculative_config=speculative, **engine_arguments)
         room = llm.config.max_model_len - max_tokens

@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from specpaged.config import EngineConfig
     from specpaged.drafting.base import Drafter
+    from specpaged.drafting.draft_model import DraftModelDrafter
+    from specpaged.drafting.heads import HeadsDrafter
+    from specpaged.drafting.lookup import LookupDrafter
     from specpaged.modeling.model_runner import ModelRunner
     from specpaged.speculative_config import SpeculativeConfig
 
@@ -38,19 +41,33 @@ def get_drafter(
         from specpaged.drafting.custom import DrafterContext, load_drafter
 
         return load_drafter(config, DrafterContext.of(engine_config, target, vocab_size), target)
-    if config.method == "ngram":
+    lookups = [_lookup(config, method) for method in config.lookups]
+    model = None if config.model_method is None else _model(config, draft, vocab_size, max_num_batched_tokens)
+    if len(config.methods) == 1:
+        return lookups[0] if model is None else model
+    from specpaged.drafting.combined import CombinedDrafter
+
+    return CombinedDrafter(lookups, model)
+
+
+def _lookup(config: SpeculativeConfig, method: str) -> LookupDrafter:
+    if method == "ngram":
         from specpaged.drafting.ngram import NgramDrafter
 
         return NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max)
-    if config.method == "suffix":
-        from specpaged.drafting.suffix import SuffixDrafter
+    from specpaged.drafting.suffix import SuffixDrafter
 
-        return SuffixDrafter(
-            config.suffix_decoding_max_tree_depth,
-            config.suffix_decoding_max_cached_requests,
-            config.suffix_decoding_max_spec_factor,
-            config.suffix_decoding_min_token_prob,
-        )
+    return SuffixDrafter(
+        config.suffix_decoding_max_tree_depth,
+        config.suffix_decoding_max_cached_requests,
+        config.suffix_decoding_max_spec_factor,
+        config.suffix_decoding_min_token_prob,
+    )
+
+
+def _model(
+    config: SpeculativeConfig, draft: ModelRunner, vocab_size: int, max_num_batched_tokens: int
+) -> DraftModelDrafter | HeadsDrafter:
     with_probs = config.verification == "rejection"
     if config.reads_target:
         from specpaged.drafting.heads import HeadsDrafter

@@ -14,6 +14,7 @@ from specpaged.modeling.forward_output import HiddenStates, HiddenStatesRequest
 from specpaged.modeling.model_runner import ModelRunner
 from specpaged.modeling.rounds import Lookup
 from specpaged.sampling.batch import SamplingBatch
+from specpaged.speculation.lookup_choice import LookupChoice
 from specpaged.speculation.stop_rule import StopRule
 
 
@@ -27,7 +28,8 @@ class DraftRow:
     `context_len` on); `blocks` covers them and `num_draft_tokens - 1` slots more. With `num_draft_tokens` = 0
     the drafter only catches up; otherwise `request_idx` is the sequence's index in the sampling batch. With
     `num_looked_back` it has one, too, and the drafter says what it would have drafted behind so many of `token_ids`,
-    the last ones.
+    the last ones. `lookup` says when it takes a lookup's draft in place of the model's, where there are several
+    drafters: its `num_tokens` fit behind the known ones, too, and it has a `request_idx`.
 
     A drafter that reads the target gets the hidden states of the known tokens that the target has just run, in every
     step that the sequence goes on from, whether or not it drafts or has tokens to catch up with: of those at positions
@@ -51,6 +53,7 @@ class DraftRow:
     hidden_states: HiddenStates | None = None
     hidden_position: int = 0
     num_looked_back: int = 0
+    lookup: LookupChoice | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +93,8 @@ class Drafter(Protocol):
         draft, in order, none goes deeper than it says, where it is asked: in one pass over all rows, by a drafter that
         `stops`. Of a row that looks back it has `num_looked_back` tokens. The
         drafter's KV of all rows is brought up to date: afterwards its pool holds KV for `token_ids` of every row, then
-        for the draft's tokens but the last; of a drafter that reads the target, as DraftRow says.
+        for the draft's tokens but the last; of a drafter that reads the target, as DraftRow says. Who was to draft, and
+        has taken a lookup's draft, is left out of that by a drafter that does not read the target: its KV is as it was.
         """
         ...
 

@@ -6,8 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from specpaged.speculation.acceptance import logits_of
+
 if TYPE_CHECKING:
     from torch import Tensor
+
+_LONGEST_MATCH = 6  # of prompt lookup: longer ones say no more
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +22,10 @@ class Draft:
     `num_matched` is the length of what was found. `probs` are the distributions that the tokens were drawn from, which
     rejection sampling asks for alone. Of a trial, tokens are any, as it is a pass with so many rows that is tried: no
     metrics count it as a draft.
+
+    Where several drafters are together, `drafter` says whose it is: 0 the model's, or the only drafter's; 1, 2, ... of
+    the lookups beside it, in their order. `found` is all that lookups have found, whether or not it was taken: as much
+    of it as the sequence goes on with has an outcome.
     """
 
     token_ids: Sequence[int] = ()
@@ -25,6 +33,8 @@ class Draft:
     probs: Tensor | None = None  # [K, V] float32, processed
     num_matched: int = 0
     is_trial: bool = False
+    drafter: int = 0
+    found: Sequence[Draft] = ()
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -41,7 +51,19 @@ class Draft:
             None if self.probs is None else self.probs[:num_tokens],
             self.num_matched,
             self.is_trial,
+            self.drafter,
+            self.found,
         )
 
 
 NO_DRAFT = Draft()
+
+
+def evidence_of(draft: Draft) -> list[float]:
+    """What a drafter knows of each of its tokens, as the controller takes it.
+
+    That is how likely a token is to a model, in logits, and for prompt lookup the length of what matched.
+    """
+    if draft.logprobs is not None:
+        return logits_of(draft.logprobs)
+    return [min(draft.num_matched, _LONGEST_MATCH) - _LONGEST_MATCH / 2] * len(draft)

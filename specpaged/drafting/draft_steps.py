@@ -134,12 +134,15 @@ class DraftSteps:
             for i, row_probs in zip(request_idx, sampling.probs(processed).unbind(), strict=True):
                 probs[i].append(row_probs)
         self.drafts(drafted, drafts)
-        if with_probs:
-            for i in self.request_idx[0]:
-                drafts[i] = replace(drafts[i], probs=torch.stack(probs[i]))
+        for i in self.request_idx[0] if with_probs else ():
+            if drafts[i]:
+                drafts[i] = replace(drafts[i], probs=torch.stack(probs[i][: len(drafts[i])]))
 
     def drafts(self, drafted: Sequence[DraftedTokens], drafts: list[Draft]) -> None:
-        """Put in the draft of each request, by its request_idx, of what the steps have drafted."""
+        """Put in the draft of each request, by its request_idx, of what the steps have drafted.
+
+        It ends where a row allows no token: that is none to verify, and no distribution that one was drawn from.
+        """
         numbers = torch.cat([step.token_ids for step in drafted]).tolist()
         logprobs = torch.cat([step.logprobs for step in drafted]).tolist()
         of_requests: dict[int, tuple[list[int], list[float]]] = {i: ([], []) for i in self.request_idx[0]}
@@ -147,5 +150,6 @@ class DraftSteps:
         for i, token_id, logprob in zip(requests, numbers, logprobs, strict=True):
             of_requests[i][0].append(token_id)
             of_requests[i][1].append(logprob)
-        for i, of_request in of_requests.items():
-            drafts[i] = Draft(*of_request)
+        for i, (token_ids, of_tokens) in of_requests.items():
+            count = next((j for j, logprob in enumerate(of_tokens) if logprob != logprob), len(token_ids))
+            drafts[i] = Draft(token_ids, of_tokens).cut(count)

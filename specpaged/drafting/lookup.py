@@ -33,12 +33,14 @@ class LookupDrafter:
         drafts = [NO_DRAFT] * len(sampling.requests)
         for row in rows:
             request = sampling.requests[row.request_idx]
-            drafts[row.request_idx] = self._draft(row, request.prompt_token_ids, request.output_token_ids)
+            known = request.prompt_token_ids, request.output_token_ids
+            drafts[row.request_idx] = self.find(row.sequence, *known, row.num_draft_tokens)
         return drafts
 
-    def _draft(self, row: DraftRow, prompt: Sequence[int], output: Sequence[int]) -> Draft:
-        index = self.in_rounds.up_to_date(row.sequence, prompt, output)
-        token_ids, evidence = index.find((), row.num_draft_tokens)
+    def find(self, sequence: Hashable, prompt: Sequence[int], output: Sequence[int], num_tokens: int) -> Draft:
+        """At most so many tokens behind the sequence's known ones."""
+        index = self.in_rounds.up_to_date(sequence, prompt, output)
+        token_ids, evidence = index.find((), num_tokens)
         if self.in_rounds.evidence_is_length:
             return Draft(token_ids, num_matched=int(evidence[0]) if evidence else 0)
         return Draft(token_ids, evidence)

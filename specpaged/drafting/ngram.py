@@ -6,7 +6,6 @@ from collections.abc import Hashable, Sequence
 
 from typing_extensions import override
 
-from specpaged.drafting.base import DraftRow
 from specpaged.drafting.draft import Draft
 from specpaged.drafting.lookup import Indexes, LookupDrafter, why_no_indexes
 from specpaged_kernels.cpu.ngram_index import NgramIndex, ngram_ref
@@ -27,11 +26,11 @@ class NgramDrafter(LookupDrafter):
             self.in_rounds = None
 
     @override
-    def _draft(self, row: DraftRow, prompt: Sequence[int], output: Sequence[int]) -> Draft:
+    def find(self, sequence: Hashable, prompt: Sequence[int], output: Sequence[int], num_tokens: int) -> Draft:
         if self.in_rounds is not None:
-            return super()._draft(row, prompt, output)
+            return super().find(sequence, prompt, output, num_tokens)
         shortest, longest = self.prompt_lookup_min, self.prompt_lookup_max
-        token_ids, num_matched = ngram_ref([*prompt, *output], shortest, longest, row.num_draft_tokens)
+        token_ids, num_matched = ngram_ref([*prompt, *output], shortest, longest, num_tokens)
         return Draft(token_ids, num_matched=num_matched)
 
     @override

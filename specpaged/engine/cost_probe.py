@@ -33,6 +33,7 @@ from specpaged.sampling.batch import SamplingBatch
 from specpaged.sampling.request import SamplingRequest
 from specpaged.sampling_params import SamplingParams
 from specpaged.speculation.adaptive import AdaptiveController
+from specpaged.speculation.combined import CombinedController
 from specpaged.speculation.cost_model import CostModel
 from specpaged.speculation.pass_seconds import PassSeconds
 from specpaged.speculation.tetris import TetrisController
@@ -80,9 +81,13 @@ def get_planner(
     costs = measured_costs(target, draft, most_rows) if may_probe else guessed_costs(target, draft)
     if rest_seconds is not None:
         costs.expect_rest(*rest_seconds)
-    by_evidence = speculative.verification != "rejection"
-    controller = AdaptiveController(costs, by_evidence, drafter.looks_back, drafter.stops)
-    return DraftPlanner(controller, drafter.hidden_states is not None)
+    by_evidence, follows = speculative.verification != "rejection", drafter.hidden_states is not None
+    controller = None
+    if len(speculative.methods) == 1 or draft is not None:
+        controller = AdaptiveController(costs, by_evidence, drafter.looks_back, drafter.stops)
+    if len(speculative.methods) > 1:
+        controller = CombinedController(costs, len(speculative.lookups), controller, follows)
+    return DraftPlanner(controller, follows, gives_up=may_probe)
 
 
 def measured_costs(target: ModelRunner, draft: ModelRunner | None, most_rows: int) -> CostModel:

@@ -6,14 +6,14 @@ import logging
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 
-from specpaged.drafting.draft import NO_DRAFT, Draft
+from specpaged.drafting.draft import NO_DRAFT, Draft, evidence_of
 from specpaged.engine.followers import Followers
 from specpaged.engine.sequence import Sequence
 from specpaged.engine.step_clock import OFTEN, StepClock, ask
 from specpaged.paging.page_table import DRAFT
-from specpaged.speculation.acceptance import logits_of
 from specpaged.speculation.controller import Candidate, Controller, Plan
 from specpaged.speculation.cost_model import CostModel
+from specpaged.speculation.lookup_choice import LookupChoice
 from specpaged.speculation.stop_rule import StopRule
 
 logger = logging.getLogger("specpaged")
@@ -22,7 +22,6 @@ logger = logging.getLogger("specpaged")
 # from one to the next, at the least and at the most.
 _LOOKING, _LOOKS_SELDOM = (8e-5, 0.003), (2, 12)
 _PLANNING, _PLANS_SELDOM = (1.6e-4, 0.0028), (1, 48)
-_LONGEST_MATCH = 6  # of prompt lookup: longer ones say no more
 # Of rounds that draft, those with a proposal of their own, as long as nothing is known of that; and what the newest
 # round says of it.
 _OWN_PROPOSALS, _NEWEST = 0.25, 0.03
@@ -36,9 +35,10 @@ class DraftPlanner:
     the steps, the more often. What came of drafts is told when next a plan is made, all of it at once.
     """
 
-    def __init__(self, controller: Controller, follows_target: bool = False):
+    def __init__(self, controller: Controller, follows_target: bool = False, gives_up: bool = True):
         self.controller = controller
-        self.followers = Followers() if follows_target else None  # nobody has to catch up there, or can
+        self.follows_target = follows_target  # the drafter does: nobody has to catch up, or can
+        self.followers = Followers() if follows_target and gives_up else None  # ranks have to give up the same ones
         self.clock = StepClock(controller)
         self._sequences: list[Sequence] = []  # of the last plan
         self._plan = self._plan_again = Plan([])
@@ -70,8 +70,8 @@ class DraftPlanner:
             Candidate(
                 sequence,
                 sequence.max_draft_tokens,
-                1 if self.followers else _lag(sequence),
-                0 if self.followers else num_unseen(sequence),
+                1 if self.follows_target else _lag(sequence),
+                0 if self.follows_target else num_unseen(sequence),
                 sequence.num_tokens,
                 _num_left(sequence),
             )
@@ -81,7 +81,9 @@ class DraftPlanner:
         age, self._age, self._sequences = self._age, 0, list(sequences)
         too_early = max(0, self._good_for - age)  # steps: somebody has come
         self._plan = ask(self.controller.plan, candidates, age, otherwise=Plan([0] * len(sequences)))
-        if self.followers is not None:
+        if self._plan.tries_rows and self.follows_target:
+            self._plan = Plan([0] * len(sequences))  # heads have to run what the target runs, and would not
+        if self.followers is not None and not self._plan.lookups:  # whose finds those would lose, too
             self.followers.planned(sequences, self._plan.num_draft_tokens, age)
         self._plan_again = replace(self._plan, looks_back=())
         self._good_for = self._plan.num_steps
@@ -100,6 +102,7 @@ class DraftPlanner:
         plan = self._plan
         counts = plan.num_draft_tokens
         asks = plan.tries_rows or (self._selects and plan.stop_rule is None and any(counts))
+        asks = asks or (any(plan.lookups) and not self.drafts_in_rounds)
         if asks or sequences != self._sequences:
             return 1, [], None, False
         num_rounds = max(1, min(self.most_rounds[any(counts)], self._good_for - self._age))
@@ -146,10 +149,14 @@ class DraftPlanner:
         self._selects = ask(self.controller.selects, otherwise=False)
         if not self._selects:
             return list(drafts)
-        evidence = [evidence_of(proposals.get(sequence, NO_DRAFT)) for sequence in self._sequences]
+        of_plan = [proposals.get(sequence, NO_DRAFT) for sequence in self._sequences]
+        evidence = [[] if draft.drafter else evidence_of(draft) for draft in of_plan]
         selected = ask(self.controller.select, self._sequences, evidence, otherwise=[*map(len, evidence)])
         counts = dict(zip(self._sequences, selected, strict=True))
-        return [draft.cut(counts[sequence]) for sequence, draft in zip(sequences, drafts, strict=True)]
+        return [
+            draft if draft.drafter else draft.cut(counts[sequence])
+            for sequence, draft in zip(sequences, drafts, strict=True)
+        ]
 
     def look_back(self, sequence: Sequence, proposed: SequenceOf[int]) -> None:
         """What would have been drafted in place of the sequence's last tokens of output, up to the newest one."""
@@ -160,7 +167,7 @@ class DraftPlanner:
 
     def committed(self, sequence: Sequence, token_ids: SequenceOf[int]) -> None:
         """These tokens stand behind what was proposed: the outcome of as many drafts, verified or not."""
-        if self._proposals and (draft := self._proposals.pop(sequence, None)):
+        if self._proposals and (draft := self._proposals.pop(sequence, NO_DRAFT)) is not NO_DRAFT:
             self.told(sequence, draft, token_ids)
 
     @property
@@ -198,7 +205,7 @@ class DraftPlanner:
         plan = self._plan
         counts = dict(zip(self._sequences, plan.num_draft_tokens, strict=True))
         num_new = len(sequences) - sum(sequence in counts for sequence in sequences)
-        if 2 * num_new > len(sequences) or (num_new and any(counts.values())):
+        if 2 * num_new > len(sequences) or (num_new and (any(counts.values()) or any(plan.lookups))):
             return False
         kept = without_rule = [counts.get(sequence, 0) for sequence in sequences]
         stop_rule = plan.stop_rule
@@ -207,20 +214,32 @@ class DraftPlanner:
             stop_rule = stop_rule.of_rows([row_of[sequence] for sequence in sequences if sequence in row_of])
             counts = dict(zip(self._sequences, plan.without_rule, strict=True))
             without_rule = [counts.get(sequence, 0) for sequence in sequences]
+        lookups: SequenceOf[LookupChoice | None] = ()
+        if plan.lookups:
+            choices = dict(zip(self._sequences, plan.lookups, strict=True))
+            lookups = [choices.get(sequence) for sequence in sequences]
         self._sequences = list(sequences)
         self._plan = self._plan_again = replace(
-            plan, num_draft_tokens=kept, looks_back=(), stop_rule=stop_rule, without_rule=without_rule
+            plan, num_draft_tokens=kept, looks_back=(), stop_rule=stop_rule, without_rule=without_rule, lookups=lookups
         )
         return True
 
     def _tell_outcomes(self) -> None:
         outcomes, self._outcomes = self._outcomes, []
         for sequence, draft, token_ids in outcomes:
-            num_accepted, num_known = 0, min(len(draft), len(token_ids))
-            while num_accepted < num_known and draft.token_ids[num_accepted] == token_ids[num_accepted]:
-                num_accepted += 1
-            num_rejected = int(num_accepted < num_known)
-            ask(self.controller.observe_drafts, sequence, num_accepted, num_rejected, _Evidence(draft))
+            if draft and not draft.drafter:
+                ask(self.controller.observe_drafts, sequence, *_outcome(draft, token_ids), _Evidence(draft))
+            for found in draft.found:
+                outcome = _outcome(found, token_ids)
+                ask(self.controller.observe_lookup, found.drafter - 1, sequence, *outcome, _Evidence(found))
+
+
+def _outcome(draft: Draft, token_ids: SequenceOf[int]) -> tuple[int, int]:
+    """How many of its tokens stand where these came, and whether the next one fell: 0 where that is not known."""
+    num_accepted, num_known = 0, min(len(draft), len(token_ids))
+    while num_accepted < num_known and draft.token_ids[num_accepted] == token_ids[num_accepted]:
+        num_accepted += 1
+    return num_accepted, int(num_accepted < num_known)
 
 
 def admits(planner: DraftPlanner | None) -> bool:
@@ -244,16 +263,6 @@ class _Evidence(SequenceOf[float]):
         if self._values is None:
             self._values = evidence_of(self._draft)
         return self._values[j]
-
-
-def evidence_of(draft: Draft) -> list[float]:
-    """What a drafter knows of each of its tokens, as the controller takes it.
-
-    That is how likely a token is to a model, in logits, and for prompt lookup the length of what matched.
-    """
-    if draft.logprobs is not None:
-        return logits_of(draft.logprobs)
-    return [min(draft.num_matched, _LONGEST_MATCH) - _LONGEST_MATCH / 2] * len(draft)
 
 
 def num_unseen(sequence: Sequence) -> int:

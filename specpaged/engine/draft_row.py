@@ -6,6 +6,13 @@ from specpaged.drafting.base import DraftRow
 from specpaged.engine.scheduler import ScheduledSequence
 from specpaged.modeling.forward_output import HiddenStates
 from specpaged.paging.page_table import DRAFT, TARGET
+from specpaged.speculation.lookup_choice import LookupChoice
+
+
+def lacks_hidden_states(entry: ScheduledSequence, behind_rounds: bool) -> bool:
+    """Whether the sequence's drafter has not read some of the target's, which do not come again."""
+    context_lens = entry.sequence.page_table.context_lens
+    return len(context_lens) > DRAFT and not behind_rounds and context_lens[DRAFT] < entry.context_len
 
 
 def draft_row(
@@ -20,23 +27,25 @@ def draft_row(
     num_looked_back: int = 0,
     reads_target: bool = False,
     behind_rounds: bool = False,
+    lookup: LookupChoice | None = None,
 ) -> DraftRow | None:
     """What the drafter has to do for a sequence that has just been committed; None if nothing.
 
     Who has more than `most_tokens` known tokens to catch up with does so in several steps, and drafts in the last one.
     With `follows_prompt` a prefill's tokens are run right behind the target; `follows_target` is SpeculativeStep's.
     Hidden states reach the drafter in any case that goes on, as they do not come again: who lacks some of them, as a
-    proposal has failed, drafts no more. Who looks back runs all that the target has run.
+    proposal has failed, drafts no more. Who looks back runs all that the target has run. A `lookup` needs no KV.
     """
     sequence, table = entry.sequence, entry.sequence.page_table
+    nothing = None if lookup is None else DraftRow(sequence, (), 0, (), 0, request_idx, lookup=lookup)
     if reads_target and hidden is None:
-        return None
+        return nothing
     in_prefill = entry.num_new_tokens > 1 or not entry.samples
     may_draft = sequence.max_draft_tokens > 0 and not sequence.has_ended
     catches_up = may_draft and ((in_prefill and follows_prompt) or hidden is not None)
     catches_up = catches_up or follows_target
     if sequence.error is not None or not (k > 0 or catches_up or num_looked_back):
-        return None
+        return nothing
     start, token_ids, blocks = 0, (), ()
     hidden_position = entry.context_len
     if len(table.context_lens) > DRAFT:  # the drafter has KV
@@ -55,5 +64,7 @@ def draft_row(
     if hidden is not None:
         hidden = hidden.first(table.context_lens[TARGET] - hidden_position)
     elif k == 0 and not token_ids:
-        return None
-    return DraftRow(sequence, token_ids, start, blocks, k, request_idx, hidden, hidden_position, num_looked_back)
+        return nothing
+    return DraftRow(
+        sequence, token_ids, start, blocks, k, request_idx, hidden, hidden_position, num_looked_back, lookup
+    )

@@ -120,7 +120,7 @@ class Engine:
         seed = params.seed
         if seed is None:
             seed = derived_seed(self.config.seed, next(self._derived))
-        sequences, is_admitted = [], admits(self.speculative_step.planner)
+        sequences, is_admitted = [], params.num_speculative_tokens == 0 or admits(self.speculative_step.planner)
         for child_idx in range(params.n):
             sequence = self._new_sequence(request_id, prompt_token_ids, params, seed, child_idx, bad_words, is_admitted)
             sequence.fork_source = sequences[0] if sequences and self.kv_layout.shares_blocks else None

@@ -20,6 +20,7 @@ class Followers:
 
     def __init__(self) -> None:
         self._idle: dict[Sequence, int] = {}  # steps since drafts were planned, of who is followed
+        self._have_drafted: set[Sequence] = set()
         self._num_fruitless = 0
         self._num_refused = 0  # since one was followed for a trial
 
@@ -35,16 +36,19 @@ class Followers:
         for sequence, count in zip(sequences, counts, strict=True):
             if count:
                 self._idle[sequence] = self._num_fruitless = 0
+                self._have_drafted.add(sequence)
             elif sequence.max_draft_tokens:
-                self._idle[sequence] = idle = self._idle.get(sequence, 0) + num_steps
+                idle = self._idle.get(sequence)  # not of a newcomer, in whose time these steps were not
+                self._idle[sequence] = idle = 0 if idle is None else idle + num_steps
                 if idle > _IDLE:
                     sequence.max_draft_tokens = 0
+                    self._num_fruitless += sequence not in self._have_drafted
                     self.forget(sequence)
-                    self._num_fruitless += 1
 
     def forget(self, sequence: Sequence) -> None:
         """It has ended, or is followed no more."""
         self._idle.pop(sequence, None)
+        self._have_drafted.discard(sequence)
 
     @property
     def num_followed(self) -> int:

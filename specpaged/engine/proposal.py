@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 from specpaged.drafting.base import DraftRow
 from specpaged.drafting.checked import DraftError
+from specpaged.drafting.combined import CombinedDrafter
 from specpaged.drafting.draft import NO_DRAFT, Draft
 from specpaged.engine.draft_planner import num_unseen
-from specpaged.engine.draft_row import draft_row
+from specpaged.engine.draft_row import draft_row, lacks_hidden_states
 from specpaged.engine.sequence import Sequence
 from specpaged.paging.block_allocator import IntegrityError
 from specpaged.paging.page_table import DRAFT
@@ -39,32 +40,40 @@ def propose(step: SpeculativeStep, scored: ScoredStep, reserve: Reserve) -> Nois
     going_on = [e.sequence for e in scored.entries if e.samples and not e.sequence.has_ended]
     plan, counts = _plan(step, going_on, reserve, scored.num_rounds)
     looking = [going_on[i] for i in plan.looks_back if not counts[i]]
-    if step.planner is not None and not (any(counts) or looking or scored.hidden_states or step.follows_target):
+    drafts_nothing = not (any(counts) or any(plan.lookups) or looking)
+    if step.planner is not None and drafts_nothing and not (scored.hidden_states or step.follows_target):
         return {}  # plain decoding
     if plan.tries_rows:
         for sequence, count in zip(going_on, counts, strict=True):
             sequence.draft = Draft(sequence.token_ids[-1:] * count, is_trial=True) if count else NO_DRAFT
         return {}
     num_draft_tokens = dict(zip(going_on, counts, strict=True))
-    looking_back = set(looking)
-    drafting = [sequence for sequence in going_on if num_draft_tokens[sequence]]
+    lookups = {sequence: choice for sequence, choice in zip(going_on, plan.lookups, strict=False) if choice is not None}
+    drafting = [sequence for sequence in going_on if num_draft_tokens[sequence] or sequence in lookups]
     catching_up = step.max_num_batched_tokens  # rows that are left for those who are far behind
     asking = [*drafting, *looking]
-    request_idx = {sequence: i for i, sequence in enumerate(asking)}
+    request_idx = {sequence: i for i, sequence in enumerate(drafting)}
+    looking_idx = {sequence: i for i, sequence in enumerate(looking, len(drafting))}
     rows: list[DraftRow] = []
     for entry in scored.entries:
         sequence = entry.sequence
+        if sequence in scored.hidden_states and lacks_hidden_states(entry, scored.rounds is not None):
+            sequence.max_draft_tokens = 0  # for good
+        looks = sequence in looking_idx
+        if looks and sequence in lookups:  # its drafts, if any, and what it looks back at are two rows
+            rows.append(DraftRow(sequence, (), 0, (), 0, request_idx[sequence], lookup=lookups.pop(sequence)))
         row = draft_row(
             entry,
             num_draft_tokens.get(sequence, 0),
-            request_idx.get(sequence, 0),
+            looking_idx[sequence] if looks else request_idx.get(sequence, 0),
             scored.hidden_states.get(sequence),
             most_tokens=max(catching_up, _FAR_BEHIND),
             follows_prompt=step.planner is None,
             follows_target=step.follows_target,
-            num_looked_back=num_unseen(sequence) if sequence in looking_back else 0,
+            num_looked_back=num_unseen(sequence) if looks else 0,
             reads_target=step.drafter.hidden_states is not None,
             behind_rounds=scored.rounds is not None,
+            lookup=lookups.get(sequence),
         )
         if row is not None:
             rows.append(row)
@@ -73,20 +82,19 @@ def propose(step: SpeculativeStep, scored: ScoredStep, reserve: Reserve) -> Nois
         return {}
     step.noise = scored.sampling.noise  # of which some is for tokens that are to be decided anew
     sampling = step.sampling([sequence.sampling_request for sequence in asking])
-    drafts, num_run = _drafts(step, rows, sampling, plan, looking)
+    drafts, run = _drafts(step, rows, sampling, plan, looking)
     step.metrics.proposed_tokens += sum(map(len, drafts))
-    if step.planner is not None and any(drafts):
+    if step.planner is not None and any(draft or draft.found for draft in drafts):
         drafts = step.planner.select(drafting, drafts)
     if step.agree is not None and drafts:
         agreed = step.agree([list(draft.token_ids) for draft in drafts])
         drafts = [replace(draft, token_ids=ids) for draft, ids in zip(drafts, agreed, strict=True)]
-    for row in rows:
-        i = row.request_idx
-        if row.token_ids and num_run is not None:
-            num_drafted = min(num_run[i], len(drafts[i])) if row.num_draft_tokens > 0 else 0
-            # Drafts have no hidden states of the target, and the newest token has none yet.
-            beyond = -1 if row.hidden_states is not None else max(0, num_drafted - 1)
-            row.sequence.page_table.advance(DRAFT, len(row.token_ids) + beyond)
+    for row, num_drafted in run:
+        if num_drafted:
+            num_drafted = min(num_drafted, len(drafts[row.request_idx]))
+        # Drafts have no hidden states of the target, and the newest token has none yet.
+        beyond = -1 if row.hidden_states is not None else max(0, num_drafted - 1)
+        row.sequence.page_table.advance(DRAFT, len(row.token_ids) + beyond)
     for sequence, draft in zip(drafting, drafts, strict=True):
         sequence.draft = draft
     return sampling.noise
@@ -96,19 +104,38 @@ def _plan(
     step: SpeculativeStep, going_on: SequenceOf[Sequence], reserve: Reserve, num_rounds: int
 ) -> tuple[Plan, list[int]]:
     """How deep to draft for each sequence that goes on: as the planner of the first rank says, as far as slots go."""
+    combined = step.drafter if isinstance(step.drafter, CombinedDrafter) else None
     if step.planner is None:
         counts = reserve(going_on, None)
-        return Plan(counts), counts
+        return (Plan(counts), counts) if combined is None else _undecided(combined, counts)
     plan = step.planner.plan(going_on, num_rounds) if going_on else Plan([])
     if plan.tries_rows and (step.agree is not None or step.drafter.hidden_states is not None):
         plan = Plan([0] * len(going_on))  # ranks agree on no more than counts; and heads follow in every step
     if plan.stop_rule is not None and (step.agree is not None or not _takes_argmax(going_on, plan)):
         plan = replace(plan, num_draft_tokens=list(plan.without_rule), stop_rule=None)
     if step.agree is not None and going_on:
-        counts, looks_back = step.agree([plan.num_draft_tokens, list(plan.looks_back)])
-        plan = replace(plan, num_draft_tokens=counts, looks_back=looks_back)
+        most = [0 if choice is None else choice.num_tokens for choice in plan.lookups]
+        counts, looks_back, most = step.agree([plan.num_draft_tokens, list(plan.looks_back), most])
+        lookups = [combined.choice(*of) for of in zip(most, counts, strict=True)] if any(most) else ()
+        plan = replace(plan, num_draft_tokens=counts, looks_back=looks_back, lookups=lookups)
     counts = plan.num_draft_tokens
-    return plan, reserve(going_on, counts) if any(counts) else counts
+    if not any(plan.lookups):
+        return plan, reserve(going_on, counts) if any(counts) else counts
+    most = [0 if choice is None else choice.num_tokens for choice in plan.lookups]
+    room = reserve(going_on, list(map(max, counts, most)))
+    lookups = [
+        replace(choice, num_tokens=of_room) if choice is not None and 0 < of_room < choice.num_tokens else choice
+        for choice, of_room in zip(plan.lookups, room, strict=True)
+    ]
+    lookups = [choice if of_room else None for choice, of_room in zip(lookups, room, strict=True)]
+    return replace(plan, lookups=lookups), list(map(min, counts, room))
+
+
+def _undecided(drafter: CombinedDrafter, most: SequenceOf[int]) -> tuple[Plan, list[int]]:
+    """The plan of several drafters where nobody decides: each may have so many, whoever drafts."""
+    counts = list(most) if drafter.model is not None else [0] * len(most)
+    lookups = [drafter.choice(*of) for of in zip(most, counts, strict=True)]
+    return Plan(counts, lookups=lookups), counts
 
 
 def _takes_argmax(going_on: SequenceOf[Sequence], plan: Plan) -> bool:
@@ -123,8 +150,10 @@ def _drafts(
     sampling: SamplingBatch,
     plan: Plan,
     looking: SequenceOf[Sequence],
-) -> tuple[list[Draft], list[int] | None]:
-    """The drafts of the requests that do not look back, and how many tokens each has; None where the drafter failed."""
+) -> tuple[list[Draft], list[tuple[DraftRow, int]]]:
+    """The drafts of the requests that do not look back, and the rows that the drafter has run with KV of its own: all
+    of their tokens, and so many drafts, but for the last one of these.
+    """
     num_drafting = len(sampling.requests) - len(looking)
     try:
         drafts = step.drafter.propose(rows, sampling, plan.stop_rule)
@@ -136,11 +165,17 @@ def _drafts(
         logger.warning("a proposal of %d sequences failed; they have no drafts: %s", len(rows), reason, exc_info=where)
         for row in rows:
             step.forget(row.sequence)
-        return [NO_DRAFT] * num_drafting, None
+        return [NO_DRAFT] * num_drafting, []
+    rows = [row for row in rows if not (row.num_draft_tokens and _left_out(row, drafts[row.request_idx]))]
     if step.planner is not None:
         if step.planner.clock.tells:
             step.planner.clock.proposed(rows, drafts)
         for sequence, looked_back in zip(looking, drafts[num_drafting:], strict=True):
             step.planner.look_back(sequence, looked_back.token_ids)
-    drafts = drafts[:num_drafting]
-    return drafts, [len(draft) for draft in drafts]
+    run = [(row, len(drafts[row.request_idx]) if row.num_draft_tokens else 0) for row in rows if row.token_ids]
+    return drafts[:num_drafting], run
+
+
+def _left_out(row: DraftRow, draft: Draft) -> bool:
+    """Whether a lookup has drafted in the place of a model, which then has not run."""
+    return draft.drafter > 0 and row.hidden_states is None

@@ -25,16 +25,20 @@ def _drafting(config: SpeculativeConfig | None) -> str | None:
     """'5', or '4 for 1-2 running sequences, 2 for 3-12, else 0', by what if by no model; None without drafts."""
     if config is None or config.max_draft_tokens == 0:
         return None
-    if config.method == "ngram":
-        lookup = f"prompt lookup of {config.prompt_lookup_min} to {config.prompt_lookup_max} tokens"
-        return f"{_num_draft_tokens(config)}, by {lookup}"
-    if config.method == "suffix":
-        others = f"outputs of {config.suffix_decoding_max_cached_requests} requests"
-        suffixes = f"suffixes of up to {config.suffix_decoding_max_tree_depth} tokens"
-        return f"{_num_draft_tokens(config)}, by {suffixes} in a sequence's own text and {others}"
     if config.method == "custom":
         return f"{_num_draft_tokens(config)}, by {name_of(config.drafter)}"
-    return _num_draft_tokens(config)
+    by = [_lookup(config, method) for method in config.lookups]
+    if by and config.model_method is not None:
+        by.append(f"else method {config.model_method}")
+    return ", by ".join([_num_draft_tokens(config), "; ".join(by)] if by else [_num_draft_tokens(config)])
+
+
+def _lookup(config: SpeculativeConfig, method: str) -> str:
+    if method == "ngram":
+        return f"prompt lookup of {config.prompt_lookup_min} to {config.prompt_lookup_max} tokens"
+    others = f"outputs of {config.suffix_decoding_max_cached_requests} requests"
+    suffixes = f"suffixes of up to {config.suffix_decoding_max_tree_depth} tokens"
+    return f"{suffixes} in a sequence's own text and {others}"
 
 
 def _num_draft_tokens(config: SpeculativeConfig) -> str:

@@ -112,8 +112,13 @@ class StepClock:
         return decided
 
     def proposed(self, rows: SequenceOf[DraftRow], drafts: SequenceOf[Draft]) -> None:
-        """A proposal over these rows came to these drafts."""
-        num_drafted = [len(drafts[row.request_idx]) for row in rows if row.num_draft_tokens > 0]
+        """A proposal over these rows came to these drafts. A lookup's, beside a model, are no passes."""
+        rows = [row for row in rows if row.token_ids or row.num_draft_tokens]
+        if not rows:
+            self._passes, self._drafts = [], any(drafts)
+            return
+        drafted = [drafts[row.request_idx] for row in rows if row.num_draft_tokens > 0]
+        num_drafted = [0 if draft.drafter else len(draft) for draft in drafted]
         self._passes = [PassShape(sum(len(row.token_ids) for row in rows), len(rows), self._mean_context)]
         self._passes += self._later(num_drafted)
 

@@ -88,7 +88,7 @@ def _load_heads(config: EngineConfig, target: LoadedModel) -> LoadedModel:
     speculative = config.speculative_config
     return load_heads(
         speculative.model,
-        speculative.method,
+        speculative.model_method,
         target,
         kv_cache_dtype=speculative.kv_cache_dtype,
         numerics=speculative.numerics,

@@ -14,12 +14,13 @@ class _Node:
     block == 0: the block is gone, but a continuation of the run is still cached.
     """
 
-    __slots__ = ("block", "children", "num_pools", "parent", "tokens")
+    __slots__ = ("after", "block", "children", "num_pools", "parent", "tokens")
 
     def __init__(self, parent: _Node | None, tokens: tuple[int, ...]):
         self.parent = parent
         self.tokens = tokens
         self.block = 0
+        self.after = 0  # the block that stood before it, with whoever has published it
         self.num_pools = 0
         self.children: dict[tuple[int, ...], _Node] = {}
 
@@ -72,7 +73,9 @@ class PrefixCache:
         context_lens = [0] * num_pools
         for start in range(0, min(len(token_ids), max_tokens) - size + 1, size):
             node = node.children.get(tuple(token_ids[start : start + size]))
-            if node is None or node.block == 0 or (self.looks_ahead and node.num_pools < num_pools):
+            if node is None or node.block == 0:
+                break
+            if self.looks_ahead and num_pools > 1 and not self._continues(node, blocks, num_pools):
                 break
             blocks.append(node.block)
             for pool in range(min(num_pools, node.num_pools)):
@@ -120,6 +123,7 @@ class PrefixCache:
                 if block != replaced:
                     self._allocator.mark_cached(block)  # which may refuse it: nothing has changed yet
                 child.block, child.num_pools = block, num_pools
+                child.after = table.blocks[i - 1] if i else 0
                 self._nodes[block] = node.children[tokens] = child
                 if replaced not in (0, block):
                     self._allocator.uncache(replaced)
@@ -127,6 +131,11 @@ class PrefixCache:
             node = child
         table.num_published[pool], table.published_tails[pool] = num_full, node
         return num_new
+
+    @staticmethod
+    def _continues(node: _Node, blocks: Sequence[int], num_pools: int) -> bool:
+        """Whether the node's block is valid in so many pools, and that before it is of a sequence that went on so."""
+        return node.num_pools >= num_pools and node.after == (blocks[-1] if blocks else 0)
 
     def check_integrity(self) -> None:
         """IntegrityError unless tree, block index and allocator agree on what is cached."""

@@ -131,7 +131,7 @@ class AdaptiveController(MeasuringController):
         if not self.selecting.could_gain(times, num_drafts):
             return lengths
         chances = [
-            self.acceptance.chances_of(self._request(sequence), of_draft) if of_draft else ()
+            self.acceptance.chances_of(self.request(sequence), of_draft) if of_draft else ()
             for sequence, of_draft in zip(sequences, evidence, strict=True)
         ]
         proposal = self.costs.proposal_of_round(sum(map(bool, lengths)) if times.later else 0, len(lengths))
@@ -141,7 +141,7 @@ class AdaptiveController(MeasuringController):
     def observe_drafts(
         self, sequence: Hashable, num_accepted: int, num_rejected: int, evidence: Sequence[float] | None = None
     ) -> None:
-        self.acceptance.observe(self._request(sequence), num_accepted, num_rejected, evidence)
+        self.acceptance.observe(self.request(sequence), num_accepted, num_rejected, evidence)
 
     @override
     def observe_end(self, num_tokens: int, most_tokens: int) -> None:
@@ -165,7 +165,8 @@ class AdaptiveController(MeasuringController):
         self._counts = counts
         return self._planned
 
-    def _request(self, sequence: Hashable) -> RequestAcceptance:
+    def request(self, sequence: Hashable) -> RequestAcceptance:
+        """What drafts of the sequence have shown."""
         request = self._requests.get(sequence)
         if request is None:
             request = self._requests[sequence] = RequestAcceptance()
@@ -257,7 +258,7 @@ class AdaptiveController(MeasuringController):
 
     def _logits(self, candidates: Sequence[Candidate]) -> list[float]:
         """What is expected of the drafts of each, and hoped; rounded, so that requests are alike."""
-        requests, model = [self._request(c.sequence) for c in candidates], self.acceptance
+        requests, model = [self.request(c.sequence) for c in candidates], self.acceptance
         return [round(model.expected_logit(request) + model.hope(request), 1) for request in requests]
 
     def _chances(self, candidates: Sequence[Candidate], logits: Sequence[float]) -> list[Sequence[float]]:
@@ -277,7 +278,7 @@ class AdaptiveController(MeasuringController):
         """Of drafts that come for nothing: it keeps about those that were selected lately."""
         if not self.by_evidence:
             return None
-        requests, num_seqs = [self._request(c.sequence) for c in candidates if c.most], len(candidates)
+        requests, num_seqs = [self.request(c.sequence) for c in candidates if c.most], len(candidates)
         num_drafts = round(self.selecting.num_drafts * num_seqs)
         further = 1 + num_drafts // 2
         times = self._times.of(num_seqs, num_drafts + further)
@@ -289,7 +290,7 @@ class AdaptiveController(MeasuringController):
         self, candidates: Sequence[Candidate], counts: Sequence[int], deepest: Sequence[int], rate: float
     ) -> StopRule:
         """Of drafts that are `counts` in the mean, and up to `deepest`, as evidence turns out."""
-        requests = [self._request(c.sequence) for c, count in zip(candidates, counts, strict=True) if count]
+        requests = [self.request(c.sequence) for c, count in zip(candidates, counts, strict=True) if count]
         num_drafts, most = sum(counts), sum(deepest)
         times = self._times.of(len(candidates), most)
         row_seconds = (times.verify[num_drafts] - times.verify[0]) / num_drafts  # as steps go, between two nodes of f

@@ -9,6 +9,7 @@ from typing import Protocol
 from typing_extensions import override
 
 from specpaged.speculation.cost_model import CostModel
+from specpaged.speculation.lookup_choice import LookupChoice
 from specpaged.speculation.pass_seconds import PassShape
 from specpaged.speculation.stop_rule import StopRule
 
@@ -41,6 +42,8 @@ class Plan:
     num_steps: int = 1  # that it is good for, as long as the candidates are the same; but for its looks
     is_trial: bool = False  # what its steps take is to be told, but for the first one's
     tries_rows: bool = False  # it is a trial of the target's passes alone: any tokens will do as drafts
+    # Of each candidate, when it takes what a lookup beside the model finds, in place of those drafts; none: never.
+    lookups: Sequence[LookupChoice | None] = ()
 
 
 class Controller(Protocol):
@@ -61,7 +64,8 @@ class Controller(Protocol):
     def select(self, sequences: Sequence[Hashable], evidence: Sequence[Sequence[float]]) -> list[int]:
         """How many drafts of each sequence to verify, by the evidence of each: at most all of them.
 
-        The sequences are those of the last plan, though perhaps some steps later.
+        The sequences are those of the last plan, though perhaps some steps later. Who has taken a lookup's draft, by
+        the plan's choice, comes without any: that is cut already.
         """
         ...
 
@@ -69,6 +73,12 @@ class Controller(Protocol):
         self, sequence: Hashable, num_accepted: int, num_rejected: int, evidence: Sequence[float] | None = None
     ) -> None:
         """The first drafts of a sequence stood, and the next one fell, or nothing is known of it (0)."""
+        ...
+
+    def observe_lookup(
+        self, lookup: int, sequence: Hashable, num_accepted: int, num_rejected: int, evidence: Sequence[float]
+    ) -> None:
+        """The same of what a lookup, the first one being 0, has found beside a model, whether or not it was taken."""
         ...
 
     def observe_target(self, shape: PassShape, seconds: float) -> None:

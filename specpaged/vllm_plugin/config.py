@@ -17,6 +17,7 @@ LOAD_FORMATS = ("auto", "hf", "safetensors")
 # Keys of `--additional-config '{"specpaged": {...}}'`.
 OPTIONS: dict[str, tuple[str | bool, ...]] = {
     "adaptive": (True, False),
+    "lookups": ("ngram", "suffix", "ngram,suffix", "suffix,ngram"),  # beside speculative_config's method with a model
     "numerics": NUMERICS,
     "draft_numerics": NUMERICS,
     "kv_cache_dtype": DTYPES,
@@ -57,6 +58,12 @@ def engine_config(vllm_config: VllmConfig, device: str) -> EngineConfig:
             f"--additional-config specpaged[{DRAFTER_OPTIONS!r}]={made_with!r} needs a speculative_config with method "
             "custom_class"
         )
+    lookups = given.pop("lookups", None)
+    if lookups is not None and method not in WITH_MODEL:
+        raise ValueError(
+            f"--additional-config specpaged['lookups']={lookups!r} needs a speculative_config with a method of "
+            f"{', '.join(WITH_MODEL)}"
+        )
     speculative = None
     is_adaptive = given.pop("adaptive", True)
     if asked is not None:
@@ -73,7 +80,8 @@ def engine_config(vllm_config: VllmConfig, device: str) -> EngineConfig:
             of_method |= {"num_speculative_tokens": "auto", "max_num_speculative_tokens": asked.num_speculative_tokens}
         else:  # of which vLLM's scheduler asks fewer, where it is told so by batch size
             of_method["num_speculative_tokens"] = asked.num_speculative_tokens
-        speculative = SpeculativeConfig(method=method, **of_method)
+        methods = [*lookups.split(","), method] if lookups is not None else method
+        speculative = SpeculativeConfig(method=methods, **of_method)
         require_drafter(speculative)
     return EngineConfig(
         model=model.model,

@@ -79,7 +79,8 @@ class SpecPagedModelRunner:
             for sequence in gone:
                 self.speculative_step.forget(sequence)
             for sequence in self.sequences.new:
-                sequence.max_draft_tokens *= admits(self.speculative_step.planner)
+                if sequence.max_draft_tokens and not admits(self.speculative_step.planner):
+                    sequence.max_draft_tokens = 0
         if not entries:
             return EMPTY_MODEL_RUNNER_OUTPUT
         has_grammar = any(entry.samples and entry.sequence in self.sequences.has_grammar for entry in entries)

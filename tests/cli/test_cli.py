@@ -237,6 +237,14 @@ def test_prompt_lookup_drafts_for_any_target_and_changes_no_output(specpaged, to
     assert [entry["token_ids"] for entry in completions(output)] == drafted
 
 
+def test_several_methods_draft_together(specpaged, prompts):
+    flags = ("--method", "suffix,draft_model", "--num-speculative-tokens", 4, "--prompts", prompts, *SHORT)
+    result = specpaged("verify", *flags)
+    assert result.exit_code == 0
+    assert "; else method draft_model" in result.stdout
+    assert result.stdout.splitlines()[-1] == "6/6 outputs identical"
+
+
 def test_verify_verifies_prompt_lookup(specpaged, prompts, tokenizer_pair):
     flags = ("--method", "ngram", "--prompts", prompts, *SHORT)
     result = specpaged("verify", "--model", tokenizer_pair.target, *flags, pair=None)

@@ -295,6 +295,8 @@ def test_the_report_says_what_heads_hold_beside_the_target(target, heads, method
         ("eagle3", {"architectures": ["PeagleLlamaForCausalLM"]}, "architectures='PeagleLlamaForCausalLM'"),
         ("eagle3", {"pard_token": 3}, "pard_token=3 is not supported"),
         ("eagle3", {"eagle_aux_hidden_state_layer_ids": [1, 2, 6]}, "eagle_aux_hidden_state_layer_ids.*layers 0 .. 5"),
+        ("eagle3", {"eagle_aux_hidden_state_layer_ids": "2,3,4"}, "='2,3,4' must be a list of ints"),
+        ("eagle3", {"eagle_config": [1]}, "has no eagle3 heads for this target: AttributeError"),
         ("eagle3", {"target_hidden_size": 64}, "target_hidden_size=64 must be the target's 32"),
         ("eagle3", {"vocab_size": 400}, "vocab_size=400 must be the target's 300"),
         ("eagle3", {"draft_vocab_size": 50}, r"lm_head.weight in the shape \(60, 32\); allowed: \(50, 32\)"),
@@ -315,6 +317,31 @@ def test_what_a_checkpoint_asks_for_that_is_not_done_is_refused_by_name(
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=message):
         heads_llm(target, method, str(tmp_path))
+
+
+def test_heads_of_another_width_need_an_embedding_of_their_own(target, tmp_path):
+    """The target's rows are of another size."""
+    path = write_eagle3(tmp_path, AutoConfig.from_pretrained(target[0]), hidden_size=64)
+    assert heads_llm(target, "eagle3", str(path)).engine.draft.model.hidden_size == 64
+    weights = load_file(path / "model.safetensors")
+    del weights["embed_tokens.weight"]
+    save_file(weights, path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"the checkpoint lacks embed_tokens.weight"):
+        heads_llm(target, "eagle3", str(path))
+
+
+@pytest.mark.parametrize("verification", ["coupled", "rejection"])
+def test_where_heads_can_draft_no_token_that_is_allowed_they_draft_none(target, heads, verification):
+    """A distribution of such a token is none: what is drawn from it would come too often."""
+    (path,) = Path(heads["eagle3"]).glob("*.safetensors")
+    offsets = load_file(path)["d2t"]
+    drafted = set((offsets + torch.arange(len(offsets))).tolist())
+    allowed = [token_id for token_id in range(1, toys.VOCAB_SIZE) if token_id not in drafted]
+    llm = heads_llm(target, "eagle3", heads["eagle3"], speculative={"verification": verification})
+    params = SamplingParams(temperature=1.0, seed=1, max_tokens=12, ignore_eos=True, allowed_token_ids=allowed)
+    outputs = token_ids(generate(llm, toys.prompts(3), params))
+    assert all(set(ids) <= set(allowed) for of_request in outputs for ids in of_request)
+    assert llm.metrics.draft_tokens == llm.metrics.failed_proposals == 0
 
 
 def test_heads_need_a_model_and_a_target_whose_layers_are_ours(target, heads):

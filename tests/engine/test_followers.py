@@ -21,12 +21,14 @@ class Drafting:
 
 def give_up(followers, count):
     for _ in range(count):
-        followers.planned([Drafting()], [0], _IDLE + 1)
+        idle = Drafting()
+        followers.planned([idle], [0], 1000)  # the time of others
+        followers.planned([idle], [0], _IDLE + 1)
 
 
 def test_who_has_had_no_drafts_for_long_drafts_no_more():
     followers, idle, drafting = Followers(), Drafting(), Drafting()
-    for _ in range(4):
+    for _ in range(5):
         followers.planned([idle, drafting], [0, 0], _IDLE // 3)
         if idle.max_draft_tokens:
             followers.planned([drafting], [2], 1)

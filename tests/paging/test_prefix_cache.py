@@ -333,3 +333,14 @@ def test_a_draft_that_looks_ahead_takes_no_block_that_it_could_not_catch_up_with
     assert matched(looking_ahead, allocator, TOKENS) == (table.blocks[:1], [4, 4])
     assert matched(looking_ahead, allocator, TOKENS, num_pools=1) == (table.blocks, [12])
     looking_ahead.check_integrity()
+
+
+def test_a_draft_that_looks_ahead_takes_no_block_behind_which_its_publisher_went_on_otherwise(looking_ahead, allocator):
+    """A: abcd|xxxx, B: abcd|yyyy|zzzz with an abcd of its own: the first abcd's last pair is (d, x)."""
+    first, second = filled(allocator, 8, 2), filled(allocator, 12, 2)
+    shared, ys, zs = [1, 2, 3, 4], [7, 7, 7, 7], [8, 8, 8, 8]
+    looking_ahead.publish(first, [*shared, 5, 5, 5, 5])
+    looking_ahead.publish(second, shared + ys + zs)
+    assert matched(looking_ahead, allocator, shared + ys + zs) == ([], [0, 0])
+    assert matched(looking_ahead, allocator, [*shared, 5, 5, 5, 5, 6]) == (first.blocks[:1], [4, 4])
+    assert matched(looking_ahead, allocator, shared + ys + zs, num_pools=1)[1] == [12]

@@ -72,6 +72,15 @@ def test_a_custom_class_is_a_drafter_of_somebody_elses(spelling):
         engine_config(vllm_config(speculative_config=DRAFT, additional_config=made_with), "cpu")
 
 
+@pytest.mark.parametrize("lookups", ["suffix", "suffix,ngram"])
+def test_lookups_draft_beside_the_method_that_vllm_names(lookups):
+    config = vllm_config(speculative_config=DRAFT, additional_config={"specpaged": {"lookups": lookups}})
+    ours = engine_config(config, "cpu").speculative_config
+    assert ours.methods == (*lookups.split(","), "draft_model")
+    assert ours.model == EMBEDDED_DRAFT
+    assert ours.max_draft_tokens == 3
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -122,6 +131,14 @@ def test_arguments_at_their_defaults_pass():
         (
             {"additional_config": {"specpaged": {"numerics": "exakt"}}},
             r"specpaged\['numerics'\]='exakt' is not known; allowed: 'exact', 'fast'",
+        ),
+        (
+            {"additional_config": {"specpaged": {"lookups": "suffix"}}},
+            r"specpaged\['lookups'\]='suffix' needs a speculative_config",
+        ),
+        (
+            {"additional_config": {"specpaged": {"lookups": "prefix"}}, "speculative_config": DRAFT},
+            r"specpaged\['lookups'\]='prefix' is not known; allowed: 'ngram', 'suffix', 'ngram,suffix', 'suffix,ngram'",
         ),
         (
             {"additional_config": {"specpaged": {"draft_numerics": "fast"}}},

@@ -81,6 +81,28 @@ def test_suffix_decoding_is_ours_and_changes_no_output(make_vllm, standalone, mo
     assert drafter.in_rounds.max_factor == 2.0
 
 
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_lookups_draft_beside_the_draft_model_and_change_no_output(make_vllm, standalone, adaptive):
+    options = {"specpaged": {"adaptive": adaptive, "lookups": "suffix,ngram"}}
+    llm = make_vllm(5, additional_config=options, max_num_batched_tokens=64, enable_prefix_caching=True)
+    step, numbers = model_runner(llm).speculative_step, set()
+    propose = step.drafter.propose
+
+    def watch(*arguments):
+        drafts = propose(*arguments)
+        numbers.update(draft.drafter for draft in drafts if draft)
+        return drafts
+
+    step.drafter.propose = watch
+    for _ in range(2):
+        assert token_ids(generate(llm)) == standalone
+        assert step.metrics.failed_proposals == 0
+    assert adaptive or (0 in numbers and len(numbers) > 1)
+    generate(llm, max_tokens=1)
+    check_nothing_is_held(llm)
+    assert all(lookup.in_rounds.num_sequences <= 8 for lookup in step.drafter.lookups)
+
+
 @pytest.mark.parametrize("method", ["eagle3", "clover"])
 def test_heads_are_ours_and_change_no_output(make_vllm, standalone, tmp_path, method):
     """Through chunks of prompts and hits in the prefix cache. Of Clover vLLM knows nothing."""

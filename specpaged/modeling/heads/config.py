@@ -69,6 +69,8 @@ class HeadsConfig:
             raise ValueError(f"target_hidden_size={asked} must be the target's {target_hidden_size}")
         n = num_target_layers
         layer_ids = flags.get("eagle_aux_hidden_state_layer_ids") or (2, n // 2, n - 3)
+        if not isinstance(layer_ids, list | tuple) or not all(type(layer_idx) is int for layer_idx in layer_ids):
+            raise ValueError(f"eagle_aux_hidden_state_layer_ids={layer_ids!r} must be a list of ints")
         # In the order of the layers, however they are named: vLLM collects them on the way up.
         hidden_states = HiddenStatesRequest(layer_inputs=tuple(sorted(layer_ids)))
         try:
@@ -96,7 +98,8 @@ def _demands(
         yield _SPECULATORS, config[_SPECULATORS], (method,) if method == "eagle3" else ()
     else:
         architectures = CLOVER_ARCHITECTURES if method == "clover" else EAGLE3_ARCHITECTURES
-        for architecture in config.get("architectures") or [None]:
+        named = config.get("architectures") or [None]
+        for architecture in [named] if isinstance(named, str) else named:
             yield "architectures", architecture, architectures
         yield "model_type", config.get("model_type"), ("llama", "clover" if method == "clover" else "llama")
     if method == "eagle3":

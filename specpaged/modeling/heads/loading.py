@@ -64,9 +64,10 @@ def load_heads(
             attention_backend=attention_backend,
             block_size=block_size,
         )
-    except (ValueError, OSError) as error:
+    except Exception as error:  # transformers' configuration may raise anything of what it does not expect
+        reason = str(error) if type(error) is ValueError else f"{type(error).__name__}: {first_line(error)}"
         raise ValueError(
-            f"speculative_config['model']={model!r} has no {method} heads for this target: {error}"
+            f"speculative_config['model']={model!r} has no {method} heads for this target: {reason}"
         ) from error
     # What they share with the target is the target's.
     both = held_bytes(nn.ModuleList([target.decoder, loaded.decoder]))

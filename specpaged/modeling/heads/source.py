@@ -168,7 +168,7 @@ def _expected_shapes(
         for name, shape in layer_shapes(flat, layer_idx).items():
             shapes[name.replace(f"model.layers.{layer_idx}.", _layer_name(found, layer_idx))] = shape
     own = EMBEDDING[config.method]
-    if own in found:
+    if own in found or hidden != target_hidden_size:
         shapes[own] = (config.hf_config.vocab_size, hidden)
     if config.method == "clover":
         for name in (_REGRESSIVE, _RECURRENT):

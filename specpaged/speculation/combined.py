@@ -1,0 +1,152 @@
+"""Who drafts for whom, where lookups and a model draft together: what promises most for its time."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+from typing_extensions import override
+
+from specpaged.speculation.acceptance import AcceptanceModel, RequestAcceptance
+from specpaged.speculation.adaptive import AdaptiveController
+from specpaged.speculation.controller import Candidate, MeasuringController, Plan
+from specpaged.speculation.cost_model import CostModel
+from specpaged.speculation.lookup_choice import LookupChoice
+from specpaged.speculation.step_times import StepTimes, TimesOfSteps
+from specpaged.speculation.stop_rule import StopRule
+
+_PLANNED = 8  # steps that a plan is good for where no model drafts
+
+
+class CombinedController(MeasuringController):
+    """One acceptance model for each lookup, and an AdaptiveController for the model, if there is one.
+
+    Of a sequence the model promises
+
+        sum over j of  (chance_j - row_tokens)  -  its share of the proposal, in tokens
+
+    by that controller's plan, and nothing where that is not to draft; time is worth tokens at the rate that the plan
+    comes to. What a lookup has found promises likewise (LookupChoice), but for a proposal: it takes next to no time.
+    Each is calibrated by what came of its own drafts; lookups', whether or not they were taken, as they are always
+    made. The model's chances are those where lookups have found too little, as that is where it drafts.
+
+    A lookup drafts by the known tokens alone: to choose by its evidence, and cut by it, changes no distribution, not
+    that of rejection sampling either. `follows` says that the model runs what the target has run in any case, as heads
+    do: then its first pass is no part of what a sequence saves.
+    """
+
+    def __init__(self, costs: CostModel, num_lookups: int, model: AdaptiveController | None, follows: bool = False):
+        self.costs = costs
+        self.model = model
+        self.follows = follows
+        self.lookups = [_LookupAcceptance() for _ in range(num_lookups)]
+        self._times = TimesOfSteps(costs)
+
+    @property
+    def selects_by_rule(self) -> bool:
+        """See Controller: lookups' drafts are cut by their rules."""
+        return self.model is None or self.model.selects_by_rule
+
+    @property
+    def num_requests(self) -> int:
+        """The sequences that are remembered."""
+        models = self.lookups if self.model is None else [*self.lookups, self.model]
+        return max(model.num_requests for model in models)
+
+    @override
+    def plan(self, candidates: Sequence[Candidate], num_steps: int = 1) -> Plan:
+        if self.model is None:
+            plan = Plan([0] * len(candidates), num_steps=_PLANNED)
+        else:
+            plan = self.model.plan(candidates, num_steps)
+            if plan.is_trial:  # of steps with these drafts alone
+                return plan
+        self._times.context = sum([c.context_len for c in candidates]) / len(candidates)
+        plan.lookups = self._choices(candidates, list(plan.without_rule) or plan.num_draft_tokens)
+        return plan
+
+    @override
+    def selects(self) -> bool:
+        return self.model is not None and self.model.selects()
+
+    @override
+    def select(self, sequences: Sequence[Hashable], evidence: Sequence[Sequence[float]]) -> list[int]:
+        return self.model.select(sequences, evidence)
+
+    @override
+    def observe_drafts(
+        self, sequence: Hashable, num_accepted: int, num_rejected: int, evidence: Sequence[float] | None = None
+    ) -> None:
+        self.model.observe_drafts(sequence, num_accepted, num_rejected, evidence)
+
+    @override
+    def observe_lookup(
+        self, lookup: int, sequence: Hashable, num_accepted: int, num_rejected: int, evidence: Sequence[float]
+    ) -> None:
+        of_lookup = self.lookups[lookup]
+        of_lookup.acceptance.observe(of_lookup.request(sequence), num_accepted, num_rejected, evidence)
+
+    @override
+    def observe_end(self, num_tokens: int, most_tokens: int) -> None:
+        if self.model is not None:
+            self.model.observe_end(num_tokens, most_tokens)
+
+    @override
+    def forget(self, sequence: Hashable) -> None:
+        for lookup in self.lookups:
+            lookup.requests.pop(sequence, None)
+        if self.model is not None:
+            self.model.forget(sequence)
+
+    def _choices(self, candidates: Sequence[Candidate], counts: Sequence[int]) -> list[LookupChoice | None]:
+        """Of each, when it takes a lookup's draft in place of so many of the model's."""
+        num_seqs, num_drafts = len(candidates), sum(counts)
+        further = num_seqs + num_drafts // 2  # rows: a few more than there are
+        times = self._times.of(num_seqs, num_drafts + further)
+        chances = [self._chances(c, count) for c, count in zip(candidates, counts, strict=True)]
+        proposal = self._proposal_seconds(times, counts)
+        step_seconds = times.verify[num_drafts] + proposal if num_drafts else times.plain
+        rate = (num_seqs + sum(map(sum, chances))) / step_seconds
+        row_seconds = (times.verify[num_drafts + further] - times.verify[num_drafts]) / further
+        row_tokens = max(0.0, rate * row_seconds)
+        share = rate * proposal / max(1, sum(map(bool, counts)))
+        rules = [
+            StopRule.of(of.acceptance, [of.request(c.sequence) for c in candidates], row_tokens, 0.0)
+            for of in self.lookups
+        ]
+        return [
+            LookupChoice(c.most, max(0.0, sum(of) - len(of) * row_tokens - share) if of else 0.0, rules, row)
+            if c.most
+            else None
+            for row, (c, of) in enumerate(zip(candidates, chances, strict=True))
+        ]
+
+    def _chances(self, candidate: Candidate, count: int) -> Sequence[float]:
+        """Of so many drafts of the model's."""
+        if not count:
+            return ()
+        request = self.model.request(candidate.sequence)
+        return self.model.acceptance.chances(self.model.acceptance.expected_logit(request), count)
+
+    def _proposal_seconds(self, times: StepTimes, counts: Sequence[int]) -> float:
+        """What is saved where nobody has so many drafts of the model's."""
+        num_drafting = sum(map(bool, counts))
+        if not num_drafting:
+            return 0.0
+        later = [times.later[sum([count > depth for count in counts])] for depth in range(1, max(counts))]
+        first = 0.0 if self.follows else times.first[num_drafting]
+        return self.costs.proposal_of_round(0, len(counts)) + first + sum(later)
+
+
+class _LookupAcceptance:
+    """How the drafts of a lookup fare."""
+
+    def __init__(self) -> None:
+        self.acceptance = AcceptanceModel()
+        self.requests: dict[Hashable, RequestAcceptance] = {}
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.requests)
+
+    def request(self, sequence: Hashable) -> RequestAcceptance:
+        return self.requests.setdefault(sequence, RequestAcceptance())
