@@ -11,7 +11,7 @@ from torch import Tensor
 from specpaged.drafting.draft import Draft
 from specpaged.modeling.forward_output import HiddenStates, HiddenStatesRequest
 from specpaged.modeling.model_runner import ModelRunner
-from specpaged.modeling.rounds import Lookup
+from specpaged.modeling.rounds import Lookup, Together
 from specpaged.sampling.batch import SamplingBatch
 from specpaged.speculation.lookup_choice import LookupChoice
 from specpaged.speculation.stop_rule import StopRule
@@ -74,7 +74,8 @@ class Drafter(Protocol):
     hidden_states: HiddenStatesRequest | None  # what it reads of the target
     looks_back: bool  # whether it can say what it would have drafted
     stops: bool  # whether it heeds a stop rule
-    in_rounds: ModelRunner | Lookup | None  # what stands for it where several rounds are one call, if anything does
+    # What stands for it where several rounds are one call, if anything does.
+    in_rounds: ModelRunner | Lookup | Together | None
 
     def propose(
         self, rows: Sequence[DraftRow], sampling: SamplingBatch, stop_rule: StopRule | None = None
