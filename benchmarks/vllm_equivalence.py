@@ -27,6 +27,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+LOOKUPS = {"lookups": "suffix,ngram"}
 FIXED = {"additional_config": {"specpaged": {"adaptive": False}}}  # else, few or no drafts where they do not pay
 # Room for 480 prompts: a second pass over more than the pool holds finds nothing.
 PREFIX_CACHE = {"enable_prefix_caching": True, "block_size": 16, "kv_cache_memory_bytes": 3 << 30}
@@ -41,11 +42,14 @@ CONFIGURATIONS: dict[str, tuple[int | dict[str, Any], dict[str, Any], dict[str, 
     "decided": (4, {}, {}, "standalone"),
     "ngram": (NGRAM, FIXED, {}, "standalone"),
     "ngram, decided": (NGRAM, {}, {}, "standalone"),
+    "lookups beside": (4, {"additional_config": {"specpaged": {"adaptive": False} | LOOKUPS}}, {}, "standalone"),
+    "lookups beside, decided": (4, {"additional_config": {"specpaged": LOOKUPS}}, {}, "standalone"),
     "chunks of 64": (4, {"max_num_batched_tokens": 64} | FIXED, {}, "standalone"),
     "prefix cache": (4, PREFIX_CACHE | FIXED, {}, "standalone"),
     "preemption": (4, {"num_gpu_blocks_override": 160, "block_size": 16} | FIXED, {}, "standalone"),
     "sampled, plain": (0, {}, SAMPLED, "standalone, sampled"),
     "sampled": (4, FIXED, SAMPLED, "sampled, plain"),
+    "sampled, lookups": (4, {"additional_config": {"specpaged": LOOKUPS}}, SAMPLED, "sampled, plain"),
     "JSON, plain": (0, COMPACT, {"structured_outputs": SCHEMA}, "JSON, plain"),
     "JSON": (4, COMPACT | FIXED, {"structured_outputs": SCHEMA}, "JSON, plain"),
 }

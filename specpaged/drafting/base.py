@@ -12,7 +12,7 @@ from torch import Tensor
 from specpaged.drafting.draft import Draft
 from specpaged.modeling.forward_output import HiddenStates, HiddenStatesRequest
 from specpaged.modeling.model_runner import ModelRunner
-from specpaged.modeling.rounds import Lookup
+from specpaged.modeling.rounds import Lookup, Together
 from specpaged.sampling.batch import SamplingBatch
 from specpaged.speculation.lookup_choice import LookupChoice
 from specpaged.speculation.stop_rule import StopRule
@@ -79,7 +79,7 @@ class Drafter(Protocol):
     looks_back: bool = False  # whether it can say what it would have drafted
     stops: bool = False  # whether it heeds a stop rule
     # What stands for it where several rounds are one call, if anything does.
-    in_rounds: ModelRunner | Lookup | None = None
+    in_rounds: ModelRunner | Lookup | Together | None = None
     # Of a custom drafter: whether its drafts come with the `probs` that they were drawn from, or are certain, without.
     gives_probs: bool = False
 

@@ -13,6 +13,7 @@ from specpaged.drafting.draft_model import DraftModelDrafter
 from specpaged.drafting.heads import HeadsDrafter
 from specpaged.drafting.lookup import LookupDrafter
 from specpaged.modeling.model_runner import ModelRunner
+from specpaged.modeling.rounds import Together
 from specpaged.sampling.batch import SamplingBatch
 from specpaged.speculation.lookup_choice import LookupChoice
 from specpaged.speculation.stop_rule import StopRule
@@ -32,8 +33,6 @@ class CombinedDrafter(Drafter):
     finds is a function of the known tokens alone, so that no verification is biased by whether it is taken.
     """
 
-    in_rounds = None  # nothing stands for all of them
-
     def __init__(self, lookups: Sequence[LookupDrafter], model: DraftModelDrafter | HeadsDrafter | None):
         self.lookups = lookups
         self.model = model
@@ -44,6 +43,14 @@ class CombinedDrafter(Drafter):
     @override
     def stops(self) -> bool:
         return self.model is not None and self.model.stops
+
+    @property
+    @override
+    def in_rounds(self) -> Together | None:
+        """All of them, where each may be part of a call."""
+        lookups, model = [lookup.in_rounds for lookup in self.lookups], self.model and self.model.in_rounds
+        may_be = None not in lookups and (model is not None or self.model is None)
+        return Together(model, lookups) if may_be else None
 
     @property
     def runner(self) -> ModelRunner | None:

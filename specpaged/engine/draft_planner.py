@@ -102,13 +102,18 @@ class DraftPlanner:
         plan = self._plan
         counts = plan.num_draft_tokens
         asks = plan.tries_rows or (self._selects and plan.stop_rule is None and any(counts))
-        asks = asks or (any(plan.lookups) and not self.drafts_in_rounds)
         if asks or sequences != self._sequences:
             return 1, [], None, False
-        num_rounds = max(1, min(self.most_rounds[any(counts)], self._good_for - self._age))
-        looks = any(counts) and self.clock.num_steps >= self._looked_next
+        drafts = any(counts) or any(plan.lookups)
+        num_rounds = max(1, min(self.most_rounds[drafts], self._good_for - self._age))
+        looks = drafts and self.clock.num_steps >= self._looked_next
         goes_on = self._age + num_rounds < self._good_for and self.clock.num_steps > OFTEN and not looks
         return num_rounds, list(counts), plan.stop_rule, goes_on
+
+    @property
+    def lookups(self) -> SequenceOf[LookupChoice | None]:
+        """Of further rounds, as `rounds` says, when each sequence takes a lookup's draft; nothing: never."""
+        return self._plan.lookups
 
     def went_on(self, num_rounds: int) -> None:
         """So many rounds have been run, and the drafts behind them made, as `rounds` has said."""

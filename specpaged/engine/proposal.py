@@ -123,11 +123,7 @@ def _plan(
         return plan, reserve(going_on, counts) if any(counts) else counts
     most = [0 if choice is None else choice.num_tokens for choice in plan.lookups]
     room = reserve(going_on, list(map(max, counts, most)))
-    lookups = [
-        replace(choice, num_tokens=of_room) if choice is not None and 0 < of_room < choice.num_tokens else choice
-        for choice, of_room in zip(plan.lookups, room, strict=True)
-    ]
-    lookups = [choice if of_room else None for choice, of_room in zip(lookups, room, strict=True)]
+    lookups = [choice and choice.within(of_room) for choice, of_room in zip(plan.lookups, room, strict=True)]
     return replace(plan, lookups=lookups), list(map(min, counts, room))
 
 

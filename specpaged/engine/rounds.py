@@ -10,14 +10,15 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from functools import partial
-from itertools import compress
+from itertools import compress, zip_longest
 from operator import gt
 from typing import TYPE_CHECKING, NamedTuple
 
 from specpaged.drafting.draft import NO_DRAFT, Draft
+from specpaged.engine.decoding_row import decoding_row, row_of_reader
 from specpaged.engine.prompt_logprobs import wants_prompt_logits
 from specpaged.engine.scheduler import ScheduledSequence
-from specpaged.modeling.rounds import DecodingRow, Lookup, Rounds
+from specpaged.modeling.rounds import Lookup, Rounds, Together
 from specpaged.paging.block_allocator import IntegrityError
 from specpaged.paging.page_table import DRAFT
 from specpaged.verification.base import VerifyOutput
@@ -27,8 +28,10 @@ if TYPE_CHECKING:
     from specpaged.engine.step import ScoredStep, SpeculativeStep
     from specpaged.modeling.forward_output import HiddenStates
     from specpaged.paging.page_table import PageTable
+    from specpaged.speculation.lookup_choice import LookupChoice
 
 _FAR_BEHIND = 16  # tokens that the drafter has not run: who has more catches up in a proposal of its own
+_FAR_BEHIND_LOOKUPS = 128  # where it falls behind with every draft of a lookup's that is taken
 
 # For each sequence, over so many rounds: how many drafts each further one is to have, where somebody says what is
 # wanted, and how many tokens may come in all; slots for them are reserved.
@@ -53,16 +56,28 @@ def run_rounds(step: SpeculativeStep, entries: SequenceOf[ScheduledSequence]) ->
     num_rounds, wanted, stop_rule, goes_on = step.most_rounds, None, None, drafter is not None
     if planner is not None:
         num_rounds, wanted, stop_rule, goes_on = planner.rounds(sequences)
-    may_draft = drafter is not None and (wanted is None or any(wanted))
-    if num_rounds < 2 and not (goes_on and may_draft):
+    if num_rounds < 2 and not goes_on:
+        return None
+    choices = () if planner is None else planner.lookups
+    most_wanted = wanted
+    if any(choices):  # slots are for whoever drafts
+        most_wanted = [max(k, choice.num_tokens if choice else 0) for k, choice in zip(wanted, choices, strict=True)]
+    may_draft = drafter is not None and (most_wanted is None or any(most_wanted))
+    if num_rounds < 2 and not may_draft:
         return None
     in_rounds = drafter.in_rounds if may_draft or reads else None
     if (may_draft or reads) and in_rounds is None:
         return None
-    reserved = step.reserve_rounds(sequences, num_rounds + goes_on, wanted)
+    reserved = step.reserve_rounds(sequences, num_rounds + goes_on, most_wanted)
     lookup = in_rounds if isinstance(in_rounds, Lookup) else None
-    row_of = _row_of_reader if reads else partial(_row, lookup=lookup)
-    rows = [row_of(entry, k, most) for entry, (k, most) in zip(entries, reserved, strict=True)]
+    row_of, far_behind = row_of_reader if reads else partial(decoding_row, lookup=lookup), _FAR_BEHIND
+    counts = [k for k, _ in reserved]
+    if isinstance(in_rounds, Together):
+        counts, choices = _shares(step, counts, wanted, choices)
+        in_rounds, lookups = in_rounds
+        row_of, far_behind = partial(row_of, lookups=lookups), _FAR_BEHIND_LOOKUPS
+    of_rows = zip_longest(entries, reserved, counts, choices)
+    rows = [row_of(entry, k, most, choice=choice) for entry, (_, most), k, choice in of_rows]
     drafting = [row for row in rows if row.num_draft_tokens]
     if stop_rule is not None and len(stop_rule.leads) != len(drafting):
         return None  # somebody has no room: it is not for them
@@ -70,52 +85,31 @@ def run_rounds(step: SpeculativeStep, entries: SequenceOf[ScheduledSequence]) ->
     if drafting and lookup is None:
         draft = in_rounds
         most_tokens = max([len(row.token_ids) for row in drafting])
-        if most_tokens > _FAR_BEHIND or not draft.runs_greedy(most_tokens * len(drafting)):
+        if most_tokens > far_behind or not draft.runs_greedy(most_tokens * len(drafting)):
             return None
-    longest = max([max(len(row.draft), row.num_draft_tokens) for row in rows])
+    num_found = [0 if row.choice is None else row.choice.num_tokens for row in rows]
+    longest = max([max(len(row.draft), row.num_draft_tokens, most) for row, most in zip(rows, num_found, strict=True)])
     if not step.target.runs_greedy(len(rows) * (1 + longest)):
         return None
     rounds = step.target.rounds(rows, step.vocab_size, num_rounds, draft, stop_rule, goes_on)
     rounds.num_wanted = [row.num_draft_tokens for row in rows]
+    if planner is None:
+        rounds.num_wanted = list(map(max, rounds.num_wanted, num_found))
     return rounds if rounds.num_rounds else None
 
 
-def _row_of_reader(entry: ScheduledSequence, num_draft_tokens: int, most_tokens: int) -> DecodingRow:
-    """Of a sequence whose drafter reads what the target has run: one that lacks some of it, or is followed no more,
-    says so, and drafts no more.
-
-    It says that it lacks the last but one of its tokens, whichever it is.
-    """
-    sequence, table = entry.sequence, entry.sequence.page_table
-    lags = sequence.max_draft_tokens == 0 or table.context_lens[DRAFT] < entry.context_len
-    row = _row(entry, 0 if lags else num_draft_tokens, most_tokens, None)
-    if not lags or entry.context_len == 0:
-        return row
-    start = entry.context_len - 1
-    return row._replace(token_ids=sequence.token_ids[start:], start=start, draft_context_len=start)
-
-
-def _row(entry: ScheduledSequence, num_draft_tokens: int, most_tokens: int, lookup: Lookup | None) -> DecodingRow:
-    sequence, start, draft = entry.sequence, entry.context_len, entry.draft.token_ids
-    table = sequence.page_table
-    draft_context_len = start
-    if len(table.context_lens) > DRAFT:
-        draft_context_len = min(table.context_lens[DRAFT], sequence.num_tokens + len(draft))  # of a draft that was cut
-        if num_draft_tokens:
-            start = min(start, draft_context_len)
-        else:
-            draft_context_len = max(start, draft_context_len)
-    return DecodingRow(
-        sequence.token_ids[start:] if start else sequence.token_ids,
-        start,
-        draft_context_len,
-        draft,
-        num_draft_tokens,
-        max(most_tokens, len(draft) + 1),
-        sequence.stop_ids if sequence.stop_checker is None else sequence.stop_checker.stop_ids,
-        table.entries,
-        lookup.address(sequence, sequence.token_ids) if lookup is not None and num_draft_tokens else 0,
-    )
+def _shares(
+    step: SpeculativeStep,
+    counts: list[int],
+    wanted: SequenceOf[int] | None,
+    choices: SequenceOf[LookupChoice | None],
+) -> tuple[list[int], list[LookupChoice | None]]:
+    """The model's drafts, of so many that there is room for, and when each sequence takes a lookup's in their place."""
+    if wanted is not None:
+        choices = [choice and choice.within(k) for choice, k in zip(choices, counts, strict=bool(choices))]
+        return list(map(min, counts, wanted)), choices
+    of_model = counts if step.drafter.model is not None else [0] * len(counts)
+    return of_model, [step.drafter.choice(*of) for of in zip(counts, of_model, strict=True)]
 
 
 def unread(entries: SequenceOf[ScheduledSequence], rounds: Rounds) -> dict[Sequence, HiddenStates]:
@@ -169,25 +163,24 @@ def commit_rounds(step: SpeculativeStep, scored: ScoredStep) -> None:
 
 def _tell_outcomes(step: SpeculativeStep, scored: ScoredStep) -> None:
     """Of the drafts that were made within these rounds: what is known of them has come along."""
-    tells_lengths = _tells_lengths(step)
-    for of_round in scored.rounds.rounds[1:]:
-        for entry, drafts, left_out, evidence, token_ids in zip(
-            scored.entries, of_round.drafts, of_round.left_out, of_round.evidence, of_round.token_ids, strict=True
-        ):
-            if evidence:
-                step.planner.told(entry.sequence, _draft(drafts + left_out, evidence, tells_lengths), token_ids)
-
-
-def _tells_lengths(step: SpeculativeStep) -> bool:
-    """Whether what is known of drafts that were made in a call is how long a match they had."""
     in_rounds = step.drafter.in_rounds
-    return isinstance(in_rounds, Lookup) and in_rounds.evidence_is_length
+    for of_round in scored.rounds.rounds[1:]:
+        drafters = of_round.drafters or [0] * len(scored.entries)
+        for entry, drafts, left_out, evidence, token_ids, drafter in zip(
+            scored.entries, of_round.drafts, of_round.left_out, of_round.evidence, of_round.token_ids, drafters,
+            strict=True,
+        ):  # fmt: skip
+            if evidence:
+                draft = _draft(in_rounds, drafts + left_out, evidence, drafter)
+                step.planner.told(entry.sequence, Draft(found=[draft]) if drafter else draft, token_ids)
 
 
-def _draft(token_ids: list[int], evidence: list[float], tells_lengths: bool) -> Draft:
-    if tells_lengths:
-        return Draft(token_ids, num_matched=int(evidence[0]))
-    return Draft(token_ids, evidence)
+def _draft(in_rounds: object, token_ids: list[int], evidence: list[float], drafter: int) -> Draft:
+    """One that was made in a call, by what is known of it: how likely tokens are, or how long a match they had."""
+    maker = in_rounds.lookups[drafter - 1] if drafter else in_rounds
+    if isinstance(maker, Lookup) and maker.evidence_is_length:
+        return Draft(token_ids, num_matched=int(evidence[0]), drafter=drafter)
+    return Draft(token_ids, evidence, drafter=drafter)
 
 
 class _Fared(NamedTuple):
@@ -253,10 +246,11 @@ def propose_waiting(step: SpeculativeStep, scored: ScoredStep) -> bool:
     if rounds is None or not rounds.drafts_wait:
         return False
     if rounds.num_drafted_ahead:
-        tells_lengths = _tells_lengths(step)
-        for entry, (token_ids, evidence) in zip(scored.entries, rounds.waiting(), strict=True):
+        in_rounds = step.drafter.in_rounds
+        of_entries = zip(scored.entries, rounds.waiting(), rounds.waiting_drafters, strict=True)
+        for entry, (token_ids, evidence), drafter in of_entries:
             if token_ids and not entry.sequence.has_ended:
-                entry.sequence.draft = _draft(token_ids, evidence, tells_lengths)
+                entry.sequence.draft = _draft(in_rounds, token_ids, evidence, drafter)
         step.metrics.proposed_tokens += rounds.num_drafted_ahead
     if step.planner is not None:
         step.planner.went_on(scored.num_rounds)

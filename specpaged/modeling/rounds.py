@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from specpaged.modeling.forward_output import HiddenStates
+    from specpaged.modeling.model_runner import ModelRunner
+    from specpaged.speculation.lookup_choice import LookupChoice
 
 
 class DecodingRow(NamedTuple):
@@ -24,6 +26,9 @@ class DecodingRow(NamedTuple):
     stop_ids: Sequence[int]  # that end it
     blocks: Sequence[int]
     lookup: int = 0  # the address of an index of all its known tokens, which drafts where no model does; 0: none
+    # When it takes a draft of one of several such indexes, `lookups`, in place of the model's; None: never.
+    choice: LookupChoice | None = None
+    lookups: Sequence[int] = ()
 
 
 class Round(NamedTuple):
@@ -34,6 +39,7 @@ class Round(NamedTuple):
     evidence: list[list[float]]  # of both, if made in the same call: log-probabilities, or how long a match each had
     token_ids: list[list[int]]  # the drafts that stand, and the token behind them
     num_drafted: int  # in the same call, of all sequences: with all that a rule has left out
+    drafters: Sequence[int] = ()  # whose the drafts are, if made in the same call: see Draft
 
 
 class Rounds:
@@ -51,20 +57,23 @@ class Rounds:
     def __init__(self, num_rounds: int, num_seqs: int, found: list[int], beside: array[float], seconds: array[float]):
         """Of what the call has written: rounds.cpp's Found says how."""
         self.num_rounds = num_rounds
-        waiting, unread, drafted = 1 + 2 * num_seqs, 1 + 3 * num_seqs, 1 + 4 * num_seqs
+        waiting, unread, whose, drafted = (1 + count * num_seqs for count in range(2, 6))
         had = drafted + num_rounds + 1
         missed = had + num_seqs * num_rounds
         got = missed + num_seqs * num_rounds
-        start = got + num_seqs * num_rounds
+        made_by = got + num_seqs * num_rounds
+        start = made_by + num_seqs * num_rounds
         self.drafts_wait = bool(found[0])
         self.draft_context_lens = found[1 + num_seqs : waiting]  # that the draft model has run, of those that wait too
         self.num_waiting = found[waiting:unread]
-        self.num_unread = found[unread:drafted]  # tokens that the target has run, and heads have not
+        self.waiting_drafters = found[whose:drafted]  # whose these are: see Draft
+        self.num_unread = found[unread:whose]  # tokens that the target has run, and heads have not
         self.unread: Sequence[HiddenStates] = ()  # of each sequence: of these
         *self.num_drafted, self.num_drafted_ahead = found[drafted:had]  # in front of each round, and behind the last
         self.num_drafts = found[had:missed]
         self.num_left_out = found[missed:got]
-        self.num_tokens = found[got:start]
+        self.num_tokens = found[got:made_by]
+        self.drafters = found[made_by:start]  # whose the drafts were of each round
         self.token_ids = []
         for num_tokens in found[1 : 1 + num_seqs]:
             self.token_ids.append(found[start : start + num_tokens])
@@ -80,7 +89,12 @@ class Rounds:
 
     @property
     def last_drafting(self) -> tuple[int, float]:
-        """Drafts that were made last for a round, or else ahead, of all sequences together; and the seconds it took."""
+        """Drafts that were made last for a round, or else ahead, of all sequences together; and the seconds it took.
+
+        None where a lookup has made some of them in place of the model.
+        """
+        if any(self.drafters) or any(self.waiting_drafters):
+            return 0, 0.0
         if self.num_drafted[-1]:
             return self.num_drafted[-1], self.seconds[2 * self.num_rounds - 1]
         return self.num_drafted_ahead, self.seconds[2 * self.num_rounds + 1]
@@ -125,7 +139,9 @@ class Rounds:
     @cached_property
     def rounds(self) -> list[Round]:
         """Round by round, for whoever looks at single ones."""
-        rounds = [Round([], [], [], [], made) for made in self.num_drafted]
+        rounds = [
+            Round([], [], [], [], made, self.drafters[i :: self.num_rounds]) for i, made in enumerate(self.num_drafted)
+        ]
         end, counts = 0, zip(self.num_drafts, self.num_left_out, self.num_tokens, strict=True)
         for token_ids in self.token_ids:
             tokens_end = 0
@@ -150,3 +166,10 @@ class Lookup(ABC):
     @abstractmethod
     def address(self, sequence: Hashable, token_ids: Sequence[int]) -> int:
         """Of the sequence's index, which holds all its known tokens, these; it lives as long as nobody forgets it."""
+
+
+class Together(NamedTuple):
+    """Several lookups, and a model for those that take nothing of theirs, if there is one."""
+
+    model: ModelRunner | None
+    lookups: Sequence[Lookup]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from specpaged.speculation.stop_rule import StopRule
 
@@ -29,6 +29,10 @@ class LookupChoice:
     rules: Sequence[StopRule] = ()  # of each lookup; none where evidence is taken at its word
     row: int = 0  # the sequence's, in these
 
+    def within(self, room: int) -> LookupChoice | None:
+        """The same for at most so many tokens; None where there may be none."""
+        return self if room >= self.num_tokens else replace(self, num_tokens=room) if room > 0 else None
+
     def choose(self, evidence: Sequence[Sequence[float]]) -> tuple[int, int]:
         """Whose draft is taken, by what each lookup knows of the tokens it has found, and how many of them, or 0."""
         best, num_worth, most = 0, 0, self.least
@@ -38,9 +42,13 @@ class LookupChoice:
                 best, num_worth, most = lookup, count, promised
         return best, num_worth
 
+    def rule(self, lookup: int) -> tuple[StopRule, int]:
+        """The lookup's, and the sequence's row in it."""
+        return (self.rules[lookup], self.row) if self.rules else (_AT_ITS_WORD, 0)
+
     def _promise(self, lookup: int, evidence: Sequence[float]) -> tuple[int, float]:
         """How many of these drafts are worth their rows, and what they promise."""
-        rule, row = (self.rules[lookup], self.row) if self.rules else (_AT_ITS_WORD, 0)
+        rule, row = self.rule(lookup)
         chance, promised = 1.0, 0.0
         for j, x in enumerate(evidence):
             chance = rule.chance(chance, j, x, row)

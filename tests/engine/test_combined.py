@@ -151,7 +151,7 @@ def test_each_drafter_is_told_what_came_of_its_own_drafts_and_a_model_that_lags_
 
 def test_a_model_that_was_passed_over_has_no_kv_of_what_it_has_not_run(toy_pair):
     """Nor has it after the next proposal any of drafts that somebody else has made."""
-    llm = make_llm(toy_pair, k=4, speculative=METHODS["draft model, ngram"])
+    llm = make_llm(toy_pair, k=4, speculative=METHODS["draft model, ngram"], num_scheduler_steps=1)
     step, num_left_out = llm.engine.speculative_step, 0
     step.drafter.choice = lambda num_tokens, num_of_model: LookupChoice(num_tokens, -1.0) if num_tokens else None
     llm.engine.add_request("r", [7, 8, 9] * 6, GREEDY)
@@ -187,27 +187,49 @@ def test_heads_follow_the_target_while_lookups_draft(target, tmp_path, method, n
         speculative["max_num_speculative_tokens"] = 4
     limits = {"max_model_len": 104, "max_num_seqs": 8, "max_num_batched_tokens": 16, "block_size": 4}
     llm = LLM(target[0], speculative_config=speculative, **limits)
-    step, proposals, numbers = llm.engine.speculative_step, [], set()
+    step, proposals, numbers, in_rounds = llm.engine.speculative_step, [], set(), set()
     if num_speculative_tokens == "auto":
         with_chooser(llm, 3, looks_back=False)
-    propose = step.drafter.propose
+    propose, commit = step.drafter.propose, step.commit
 
-    def record(rows, sampling, stop_rule=None):
+    def record(known, drafter, token_ids, logprobs):
+        numbers.add(drafter)
+        if not drafter:
+            proposals.append((list(known), list(token_ids), list(logprobs)))
+
+    def record_proposal(rows, sampling, stop_rule=None):
         drafts = propose(rows, sampling, stop_rule)
         for row in rows:
             if row.num_draft_tokens and sampling.requests[row.request_idx].takes_argmax:
                 draft = drafts[row.request_idx]
-                numbers.update([draft.drafter] if draft else ())
-                if draft and not draft.drafter:
-                    proposals.append((list(row.sequence.token_ids), list(draft.token_ids), list(draft.logprobs)))
+                if draft:
+                    record(row.sequence.token_ids, draft.drafter, draft.token_ids, draft.logprobs)
         return drafts
 
-    step.drafter.propose = record
+    def record_rounds(scored, verified):
+        for i, entry in enumerate(scored.entries if scored.rounds is not None else ()):
+            known = list(entry.sequence.token_ids)
+            for number, of_round in enumerate(scored.rounds.rounds):
+                if number and of_round.evidence[i]:  # the first round's are the host's
+                    in_rounds.add(of_round.drafters[i])
+                    record(known, of_round.drafters[i], of_round.drafts[i] + of_round.left_out[i], of_round.evidence[i])
+                known += of_round.token_ids[i]
+            drafts, evidence = scored.rounds.waiting()[i]
+            if drafts:
+                record(known, scored.rounds.waiting_drafters[i], drafts, evidence)
+        commit(scored, verified)
+
+    step.drafter.propose, step.commit = record_proposal, record_rounds
     prompts = [{"prompt_token_ids": [7, 8, 9] * 6}, *toys.prompts(4, shortest=20)]
     params = [SamplingParams(temperature=0.8 * (i % 3 == 2), seed=i, max_tokens=24, ignore_eos=True) for i in range(5)]
-    assert token_ids(generate(llm, prompts, params)) == token_ids(plain.generate(prompts, params, use_tqdm=False))
-    assert llm.metrics.failed_proposals == 0
+    expected = token_ids(plain.generate(prompts, params, use_tqdm=False))
+    assert token_ids(generate(llm, prompts, params)) == expected
+    greedy = [(prompt, i) for i, prompt in enumerate(prompts) if i % 3 != 2]  # alone, rounds are one call
+    alone = generate(llm, [prompt for prompt, _ in greedy], params[0])
+    assert token_ids(alone) == [expected[i] for _, i in greedy]
+    assert llm.metrics.failed_proposals == llm.metrics.failed_steps == 0
     assert numbers == {0, 1}
+    assert in_rounds == {0, 1} or num_speculative_tokens == "auto"
     reference = (Eagle3Reference if method == "eagle3" else CloverReference)(path, target[1])
     check_against_reference(reference, target, proposals)
 

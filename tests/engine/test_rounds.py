@@ -17,11 +17,15 @@ from specpaged.engine.draft_planner import evidence_of
 from specpaged.engine.rounds import _tell_outcomes
 from specpaged.modeling.rounds import DecodingRow, Round
 from specpaged.paging.page_table import DRAFT, TARGET
+from specpaged.speculation.lookup_choice import LookupChoice
 from specpaged.speculation.stop_rule import StopRule
 from specpaged.testing.heads import write_clover, write_eagle3
 from specpaged_kernels.cpu.ngram_index import NgramIndex, ngram_ref
+from specpaged_kernels.cpu.suffix_index import SuffixIndex
 from tests import toys
 from tests.engine.test_engine import GREEDY
+
+LONGER = {"prompt_lookup_min": 1, "prompt_lookup_max": 6}
 
 
 def heads_of(pair, method) -> dict:
@@ -43,6 +47,10 @@ KINDS = {
     "ngram": lambda pair: {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3},
     "eagle3": lambda pair: heads_of(pair, "eagle3"),
     "clover": lambda pair: heads_of(pair, "clover"),
+    "lookups": lambda pair: {"method": ["ngram", "suffix"], "num_speculative_tokens": 4, **LONGER},
+    "draft model and lookups": lambda pair: (
+        {"method": ["draft_model", "ngram", "suffix"], "model": pair.draft, "num_speculative_tokens": 3, **LONGER}
+    ),
 }
 COUNTS = (
     "steps", "rounds", "emitted_tokens", "drafts", "draft_tokens", "accepted_tokens", "proposed_tokens", "rollbacks",
@@ -82,7 +90,8 @@ def decode(pair, kind, num_scheduler_steps, params, **arguments):
                 assert table.context_lens[DRAFT] == table.context_lens[TARGET]
             elif len(table.context_lens) > DRAFT:
                 assert table.context_lens[DRAFT] <= sequence.num_tokens + drafted
-                assert table.context_lens[DRAFT] == sequence.num_tokens + drafted or not sequence.draft
+                caught_up = sequence.draft and not sequence.draft.drafter
+                assert table.context_lens[DRAFT] == sequence.num_tokens + drafted or not caught_up
     llm.engine.check_idle()
     metrics = llm.engine.metrics
     told = [
@@ -259,6 +268,65 @@ def test_a_lookup_in_rounds_finds_what_the_drafter_does(toy_pair, row_tokens):
     assert index.find((), 5)[0] == ngram_ref(known, 1, 3, 5)[0]
     assert num_found
     assert (num_kept < num_found) == (rule is not None)
+
+
+@pytest.mark.parametrize("rules", [False, True], ids=["at its word", "by rules"])
+@pytest.mark.parametrize("factor", [0.5, 2.0], ids=["short suffixes", "long suffixes"])
+@pytest.mark.parametrize("model", [False, True], ids=["no model", "draft model"])
+def test_a_lookups_draft_is_taken_where_the_choice_says_so_in_python(toy_pair, rules, factor, model):
+    """Of two sequences and two lookups; where it is not, the model drafts as it does without any."""
+    engine = LLM(toy_pair.target, speculative_config={"model": toy_pair.draft}, max_model_len=96, max_num_seqs=3).engine
+    draft = engine.draft if model else None
+    prompts = [5, 6, 7, 8] * 3, [9, 3, 4, 9]
+    both = [
+        StopRule(1.0, [1.5, 0.2], [0.5, 1.0], [0.0] * 2, 0.2, 0.0),
+        StopRule(0.5, [0.1], [0.3, 0.9], [0.0] * 2, 0.3, 0.0),
+    ]
+    choices = [LookupChoice(4, 0.1 * model, both if rules else (), row) for row in (1, 0)]
+    kept, rows = [], []
+    for i, (ids, choice) in enumerate(zip(prompts, choices, strict=True)):
+        indexes = NgramIndex(1, 5), SuffixIndex(None, 24, factor, 0.1)
+        for index in indexes:
+            index.append(ids)
+        kept.append(indexes)
+        blocks, addresses = list(range(6 * i, 6 * i + 6)), [index.address for index in indexes]
+        rows.append(DecodingRow(ids, 0, 0, [], 3 * model, 40, (), blocks, 0, choice, addresses))
+    clear(engine.target, engine.draft)
+    known, drafters = [list(ids) for ids in prompts], set()
+    for i, of_round in enumerate(engine.target.rounds(rows, 90, 9, draft=draft).rounds):
+        for j, choice in enumerate(choices if i else ()):
+            num_left = 40 - (len(known[j]) - len(prompts[j]))
+            count = min(4, num_left - 1)
+            token_ids, num_matched = ngram_ref(known[j], 1, 5, count)
+            suffix = SuffixIndex(None, 24, factor, 0.1)
+            suffix.append(known[j])
+            drafts = [Draft(token_ids, num_matched=num_matched), Draft(*suffix.find((), count))]
+            taken, num_taken = choice.choose([evidence_of(draft) for draft in drafts])
+            assert of_round.drafters[j] == (1 + taken if num_taken else 0)
+            drafters.add(of_round.drafters[j])
+            if num_taken:
+                draft = drafts[taken]
+                assert of_round.drafts[j] == draft.token_ids[:num_taken]
+                assert of_round.left_out[j] == draft.token_ids[num_taken:][:1]
+                told = [num_matched] * len(draft) if draft.logprobs is None else draft.logprobs
+                assert of_round.evidence[j] == told[: num_taken + 1]
+            else:
+                assert len(of_round.drafts[j]) == min(3 * model, num_left - 1)
+        known = [[*ids, *new] for ids, new in zip(known, of_round.token_ids, strict=True)]
+    assert 0 in drafters
+    assert drafters >= {1 if factor < 1 else 2}
+    assert [index.num_tokens for indexes in kept for index in indexes] == [len(ids) for ids in known for _ in range(2)]
+
+
+def test_a_choice_that_leads_outside_is_refused(toy_pair):
+    runner, index = empty_runner(toy_pair), NgramIndex(1, 3)
+    index.append([7])
+    row = DecodingRow([7], 3, 3, [], 0, 4, (), [1], 0, LookupChoice(2), [index.address])
+    assert runner.rounds([row], 90, 2).rounds
+    rule = StopRule(1.0, [0.0], [0.0], [0.0], 0.0, 0.0)
+    for wrong in (row._replace(choice=LookupChoice(2, 0.0, [rule], 1)), row._replace(lookups=[0])):
+        with pytest.raises(IndexError):
+            runner.rounds([wrong], 90, 2)
 
 
 def test_a_rule_leaves_out_drafts_that_are_not_worth_their_rows(toy_pair):

@@ -4,6 +4,7 @@
 // first, whose drafts the host brings, a draft model drafts for those that want drafts, or a lookup in their own tokens,
 // or heads that read the target: these run each token that stands, with the target's hidden state before it, whether or
 // not its sequence wants drafts; and the host gets the hidden states that they have not read.
+// Lookups may be asked first, and what they have found be taken where it promises enough: see Choices.
 // With a rule, those that are not worth verifying are left out; of the first one of these it is told what it was, as
 // whether it would have stood is known where all before it do.
 // Two sequences, of which the first wants two:
@@ -43,6 +44,17 @@ struct Model {
     int64_t feature_bytes() const { return hidden_bytes * (reads_last + num_layers); }
 };
 
+// Lookups that draft in place of a model, or beside each other. A draft promises the sum over its tokens of chance -
+// row_tokens, as long as a token's chance, that it stands and all before it, is not below row_tokens, by its lookup's own
+// rule. The one that promises most, the first of equals, is taken up to there, if that is more than `least`.
+struct Choices {
+    int64_t num_lookups;
+    const StopRule* rules;       // [num_lookups]
+    const int64_t *rows, *most;  // [num_seqs]: the sequence's row in each rule, and the tokens that may be found
+    const double* least;         // [num_seqs]
+    Lookup* const* indexes;      // [num_seqs, num_lookups], as Decoding has one; null where none may be found
+};
+
 // In ints one after the other: these nine, its last known tokens, its drafts, its stop ids, its blocks.
 struct Decoding {
     int64_t num_known;      // of the tokens that come along, those from `start` on, which some model has not run
@@ -62,10 +74,14 @@ struct Decoding {
     int64_t num_drafted = 0;  // of which the drafts are what is left
     int64_t rule_row = -1;    // its own in the rule, if it has one
     bool has_ended = false;  // no more may come, or a stop id has
+    // With Choices: of the sequence; and of its drafts whose they are, 1 and more for a lookup, and how many are worth it.
+    Lookup* const* indexes = nullptr;
+    int64_t choice_row = 0, most_found = 0, drafter = 0, num_taken = 0;
+    double least = 0.0;
 
     // Of each round so far: drafts that were made for it, those that it had, whether one more was left out, tokens that
     // it got. And all these drafts, with those that were left out.
-    std::vector<int64_t> made, had, missed, got, told;
+    std::vector<int64_t> made, had, missed, got, whose, told;
     std::vector<float> evidence_of_told;
 
     int64_t num_tokens() const { return start + int64_t(known.size()); }
@@ -102,8 +118,16 @@ inline int read_decoding(const int64_t* ints, int64_t num_ints, int64_t num_seqs
 
 class Rounds {
 public:
-    Rounds(const Model& target, const Model* draft, const StopRule* rule, std::vector<Decoding>* sequences)
-        : target_(target), draft_(draft), rule_(rule), sequences_(*sequences) {
+    Rounds(const Model& target, const Model* draft, const StopRule* rule, const Choices* choices,
+           std::vector<Decoding>* sequences)
+        : target_(target), draft_(draft), rule_(rule), choices_(choices), sequences_(*sequences) {
+        for (size_t i = 0; choices && i < sequences_.size(); ++i) {
+            Decoding& s = sequences_[i];
+            s.choice_row = choices->rows[i];
+            s.most_found = choices->most[i];
+            s.least = choices->least[i];
+            s.indexes = choices->indexes + i * size_t(choices->num_lookups);
+        }
         // The rule's rows are those of all who want drafts; else it was made for others.
         int64_t num_wanting = 0;
         for (const Decoding& s : sequences_) num_wanting += s.num_wanted > 0;
@@ -165,8 +189,8 @@ public:
         const int status = make_drafts();
         for (Decoding& s : sequences_) {
             s.num_drafted = int64_t(s.drafts.size());
-            if (s.rule_row < 0) continue;
-            const size_t count = num_worth(s);
+            if (s.rule_row < 0 && !s.drafter) continue;
+            const size_t count = s.drafter ? size_t(s.num_taken) : num_worth(s);
             if (count < s.drafts.size()) s.left_out.push_back(s.drafts[count]);
             s.drafts.resize(count);
             s.evidence.resize(count + s.left_out.size());
@@ -181,7 +205,19 @@ public:
         return std::any_of(sequences_.begin(), sequences_.end(),
                            [](const Decoding& s) { return s.num_wanted > 0 && !s.index; });
     }
-    // Where the host is not to draft, heads read all that the target has run; else what they have not read is its.
+    // Whether each sequence's choice is one of what is there.
+    bool choices_lead_outside() const {
+        if (!choices_) return false;
+        for (const Decoding& s : sequences_)
+            for (int64_t i = 0; s.most_found > 0 && i < choices_->num_lookups; ++i) {
+                const StopRule& rule = choices_->rules[i];
+                if (!s.indexes[i] || rule.num_intercepts < 1) return true;
+                if (s.choice_row < 0 || s.choice_row >= rule.num_seqs) return true;
+            }
+        return false;
+    }
+    // Where the host is not to draft, as all that want drafts have some, or nobody does, heads read all that the target
+    // has run; else what they have not read is the host's.
     void follow(bool drafts_wait) {
         std::vector<Decoding*> all;
         for (Decoding& s : sequences_) {
@@ -194,7 +230,7 @@ public:
     // Drafts for the round that would be next, of those who go on. Where that fails, there are none.
     int draft_ahead() {
         for (Decoding& s : sequences_)
-            if (s.has_ended) s.num_wanted = 0;
+            if (s.has_ended) s.num_wanted = s.most_found = 0;
         return draft();
     }
     // Behind the last round: drafts wait, or there are none.
@@ -208,7 +244,8 @@ public:
 
 private:
     int make_drafts() {
-        const auto num_useful = [](const Decoding& s) { return std::min(s.num_wanted, s.most - 1); };
+        if (choices_) look_up();
+        const auto num_useful = [](const Decoding& s) { return s.drafter ? 0 : std::min(s.num_wanted, s.most - 1); };
         if (!draft_) {
             for (Decoding& s : sequences_) {
                 if (num_useful(s) < 1) continue;
@@ -239,10 +276,39 @@ private:
         return OK;
     }
 
+    // Gives each sequence the draft of the lookup that promises most, if that is enough.
+    void look_up() {
+        std::vector<int64_t> found;
+        std::vector<float> evidence;
+        for (Decoding& s : sequences_) {
+            const int64_t room = std::min(s.most_found, s.most - 1);
+            double most = s.least;
+            for (int64_t i = 0; room > 0 && i < choices_->num_lookups; ++i) {
+                found.resize(size_t(room));
+                evidence.resize(size_t(room));
+                const int64_t count = s.indexes[i]->find(room, found.data(), evidence.data());
+                const StopRule& rule = choices_->rules[i];
+                double chance = 1.0, promised = 0.0;
+                int64_t worth = 0;
+                for (; worth < count; ++worth) {
+                    chance *= rule.chance(s.choice_row, worth, s.indexes[i]->logit_of(evidence[size_t(worth)]));
+                    if (!(chance >= rule.row_tokens)) break;
+                    promised += chance - rule.row_tokens;
+                }
+                if (!worth || !(promised > most)) continue;
+                most = promised;
+                s.drafter = 1 + i;
+                s.num_taken = worth;
+                s.drafts.assign(found.begin(), found.begin() + count);
+                s.evidence.assign(evidence.begin(), evidence.begin() + count);
+            }
+        }
+    }
+
     // Nothing of drafts stays in their KV: a step behind the first one reads what the one before has left.
     int make_drafts_of_heads() {
         const auto num_useful = [](const Decoding* s) {
-            return s->features.empty() ? 0 : std::max<int64_t>(0, std::min(s->num_wanted, s->most - 1));
+            return s->features.empty() || s->drafter ? 0 : std::max<int64_t>(0, std::min(s->num_wanted, s->most - 1));
         };
         std::vector<Decoding*> all;
         for (Decoding& s : sequences_)
@@ -337,18 +403,20 @@ private:
     }
 
     // Appends what was found: the drafts that stand, and the token behind them.
-    static void keep(Decoding* s, const int64_t* found_ids, int64_t num_accepted) {
-        const int64_t count = num_accepted + 1;
+    void keep(Decoding* s, const int64_t* found_ids, int64_t num_accepted) const {
+        const int64_t count = num_accepted + 1, num_lookups = choices_ ? choices_->num_lookups : 0;
         s->made.push_back(s->num_drafted);
         s->had.push_back(int64_t(s->drafts.size()));
         s->got.push_back(count);
         s->missed.push_back(int64_t(s->left_out.size()));
+        s->whose.push_back(s->drafter);
         s->told.insert(s->told.end(), s->drafts.begin(), s->drafts.end());
         s->told.insert(s->told.end(), s->left_out.begin(), s->left_out.end());
         s->evidence.resize(s->drafts.size() + s->left_out.size());  // the host keeps that of its own drafts
         s->evidence_of_told.insert(s->evidence_of_told.end(), s->evidence.begin(), s->evidence.end());
         drop_drafts(s);
         if (s->index) s->index->append(found_ids, count);
+        for (int64_t i = 0; s->most_found > 0 && i < num_lookups; ++i) s->indexes[i]->append(found_ids, count);
         for (int64_t i = 0; i < count; ++i) {
             s->known.push_back(found_ids[i]);
             s->has_ended |= std::count(s->stop_ids, s->stop_ids + s->num_stop_ids, found_ids[i]) > 0;
@@ -362,7 +430,7 @@ private:
         s->drafts.clear();
         s->evidence.clear();
         s->left_out.clear();
-        s->num_drafted = 0;
+        s->num_drafted = s->drafter = 0;
     }
 
     // The head of a greedy.cpp's Sequence, and those of its tokens that are known.
@@ -384,6 +452,7 @@ private:
     const Model& target_;
     const Model* draft_;
     const StopRule* rule_;
+    const Choices* const choices_;
     std::vector<Decoding>& sequences_;
     std::vector<int64_t> ints_, token_ids_, rows_;
     std::vector<char> hidden_, features_;
@@ -397,10 +466,12 @@ private:
 //   [sequences]           tokens that the draft model has run
 //   [sequences]           drafts that wait
 //   [sequences]           tokens that the target has run and heads have not, of which hidden states come along
+//   [sequences]           whose the drafts are that wait: 0 the model's, 1 and more a lookup's, with Choices
 //   [rounds + 1]          drafts that were made in front of each, and behind the last one, for all sequences together
 //   [sequences, rounds]   drafts that a round had
 //   [sequences, rounds]   whether one more was left out
 //   [sequences, rounds]   tokens that it got
+//   [sequences, rounds]   whose the drafts were, if they were made here
 //   [...]                 of each sequence the tokens that came, then of each the drafts that its rounds had, round by
 //                         round with the one that was left out, then of each those that wait
 //
@@ -420,6 +491,7 @@ public:
             add(feature_bytes ? int64_t(s.features.size()) / feature_bytes : 0);
             features = std::copy(s.features.begin(), s.features.end(), features);
         }
+        for (const Decoding& s : sequences) add(s.drafter);
         for (size_t i = 0; i < size_t(num_rounds); ++i) {
             int64_t num_made = 0;
             for (const Decoding& s : sequences) num_made += s.made[i];
@@ -431,6 +503,7 @@ public:
         for (const Decoding& s : sequences) add(s.had);
         for (const Decoding& s : sequences) add(s.missed);
         for (const Decoding& s : sequences) add(s.got);
+        for (const Decoding& s : sequences) add(s.whose);
         for (const Decoding& s : sequences)
             for (size_t i = size_t(s.num_known); i < s.known.size(); ++i) add(s.known[i]);
         for (const Decoding& s : sequences) add(s.told, s.evidence_of_told);
@@ -460,20 +533,21 @@ private:
 
 // As many rounds as `num_rounds`, or fewer: up to the one in which a sequence ends, or before one in which a row has no
 // most likely token. Nobody wants drafts, or `draft` makes them, with a rule if there is one, for those that want
-// drafts, or each one's index. If the host `goes_on`, those of the round that would be next are made
+// drafts, or each one's index; with `choices`, what lookups have found may come in place of that. If the host `goes_on`, those of the round that would be next are made
 // as well, for the sequences that have not ended. Written are `num_done`; what rounds come to, as Found says, into
 // `found` and `beside` [room], of which `num_written` are ints, and the hidden states that heads have not read, of at
 // most all tokens that may come, into `features`, row by row; and `seconds` [num_rounds + 1, 2] of the target's passes
 // and of the drafting before them. Returns a Status: of what the first round lacks.
-extern "C" int rounds(const Model* target, const Model* draft, const StopRule* rule, int64_t num_rounds,
-                      int64_t goes_on, const int64_t* ints, int64_t num_ints, int64_t num_seqs, int64_t* found,
+extern "C" int rounds(const Model* target, const Model* draft, const StopRule* rule, const Choices* choices,
+                      int64_t num_rounds, int64_t goes_on, const int64_t* ints, int64_t num_ints, int64_t num_seqs, int64_t* found,
                       float* beside, int64_t room, char* features, double* seconds, int64_t* num_done,
                       int64_t* num_written) {
     return guarded([&]() -> int {
         std::vector<Decoding> sequences;
         const int status = read_decoding(ints, num_ints, num_seqs, &sequences);
         if (status != OK) return status;
-        Rounds rounds(*target, draft, rule, &sequences);
+        Rounds rounds(*target, draft, rule, choices, &sequences);
+        if (rounds.choices_lead_outside()) return STOP_RULE;
         if (!draft && rounds.wants_drafts_of_nobody()) return CONTEXT_LENS;
         const auto timed = [](double* taken, auto&& run) {
             const auto start = std::chrono::steady_clock::now();

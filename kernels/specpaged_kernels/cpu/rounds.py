@@ -6,6 +6,7 @@ import ctypes
 import functools
 
 from specpaged_kernels.cpu.build import load
+from specpaged_kernels.cpu.decoder import StopRule
 from specpaged_kernels.cpu.library import INT, POINTER, SIZE, SOURCE
 
 
@@ -20,11 +21,24 @@ class Model(ctypes.Structure):
     ]
 
 
+class Choices(ctypes.Structure):
+    """The struct of the same name in the C++ file."""
+
+    _fields_ = [
+        ("num_lookups", ctypes.c_int64),
+        ("rules", ctypes.POINTER(StopRule)),
+        *((name, ctypes.POINTER(ctypes.c_int64)) for name in ("rows", "most")),
+        ("least", ctypes.POINTER(ctypes.c_double)),
+        ("indexes", ctypes.POINTER(ctypes.c_void_p)),
+    ]
+
+
 @functools.cache
 def function() -> object:
     """Raises BuildError."""
     found = load(SOURCE).rounds
     found.argtypes = [
+        POINTER,
         POINTER,
         POINTER,
         POINTER,

@@ -14,6 +14,7 @@ from specpaged.modeling.rounds import DecodingRow, Rounds
 from specpaged.paging.kv_cache import PagedKVCache
 from specpaged.speculation.stop_rule import StopRule
 from specpaged_kernels.cpu import rounds as kernel
+from specpaged_kernels.cpu.decoder import StopRule as StopRuleStruct
 from specpaged_kernels.cpu.library import check_status
 
 
@@ -63,10 +64,10 @@ def run_rounds(
     """What ModelRunner.rounds says."""
     ints: list[int] = []
     num_seqs = len(rows)
-    room = 2 + num_rounds + num_seqs * (4 + 3 * num_rounds)
+    room = 2 + num_rounds + num_seqs * (5 + 4 * num_rounds)
     num_features, most_features = 0 if draft is None else draft.num_features, 0
     for (
-        token_ids, start, draft_context_len, drafts, num_draft_tokens, most_tokens, stop_ids, blocks, lookup
+        token_ids, start, draft_context_len, drafts, num_draft_tokens, most_tokens, stop_ids, blocks, lookup, choice, _
     ) in rows:  # fmt: skip
         ints += (
             len(token_ids), start, draft_context_len, len(drafts), num_draft_tokens, most_tokens, len(stop_ids),
@@ -76,7 +77,8 @@ def run_rounds(
         ints += drafts
         ints += stop_ids
         ints += blocks
-        room += most_tokens + len(drafts) + num_rounds * num_draft_tokens
+        longest = num_draft_tokens if choice is None else max(num_draft_tokens, choice.num_tokens)
+        room += most_tokens + len(drafts) + num_rounds * longest
         most_features += most_tokens * num_features
     asked, found, beside = array("q", ints), array("q", bytes(8 * room)), array("f", bytes(4 * room))
     del ints  # behind the call, nothing of it is in the caches
@@ -84,9 +86,11 @@ def run_rounds(
     seconds = array("d", bytes(16 * (num_rounds + 1)))
     num_done, num_written = ctypes.c_int64(), ctypes.c_int64()
     rule = None if stop_rule is None else stop_rule_struct(stop_rule)
+    choices = _Choices(rows) if any([row.choice is not None for row in rows]) else None
     status = kernel.function()(
         ctypes.addressof(target.struct), None if draft is None else ctypes.addressof(draft.struct),
-        None if rule is None else ctypes.addressof(rule), num_rounds, goes_on,
+        None if rule is None else ctypes.addressof(rule), None if choices is None else ctypes.addressof(choices.struct),
+        num_rounds, goes_on,
         asked.buffer_info()[0], len(asked), num_seqs, found.buffer_info()[0], beside.buffer_info()[0], room,
         None if features is None else features.data_ptr(), seconds.buffer_info()[0], ctypes.addressof(num_done),
         ctypes.addressof(num_written),
@@ -98,3 +102,23 @@ def run_rounds(
         states = draft.hidden_states(features[: num_unread * num_features].view(num_unread, num_features))
         rounds.unread = states.split(rounds.num_unread)
     return rounds
+
+
+class _Choices:
+    """The choices of rows, as the C++ code reads them; what they lead to lives as long as this."""
+
+    def __init__(self, rows: Sequence[DecodingRow]):
+        choices = [row.choice for row in rows]
+        some = next(choice for choice in choices if choice is not None)
+        num_seqs, num_lookups = len(rows), len(next(row.lookups for row in rows if row.choice is not None))
+        structs = [stop_rule_struct(some.rule(lookup)[0]) for lookup in range(num_lookups)]
+        rules = (StopRuleStruct * num_lookups)(*structs)
+        of_rows = [0 if choice is None else choice.rule(0)[1] for choice in choices]
+        most = [0 if choice is None else choice.num_tokens for choice in choices]
+        least = [0.0 if choice is None else choice.least for choice in choices]
+        addresses = [address for row in rows for address in (row.lookups or [None] * num_lookups)]
+        self._kept = structs, rules
+        self.struct = kernel.Choices(
+            num_lookups, rules, (ctypes.c_int64 * num_seqs)(*of_rows), (ctypes.c_int64 * num_seqs)(*most),
+            (ctypes.c_double * num_seqs)(*least), (ctypes.c_void_p * len(addresses))(*addresses),
+        )  # fmt: skip
