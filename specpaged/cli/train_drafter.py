@@ -30,7 +30,8 @@ def train_drafter(
     steps: Annotated[int | None, typer.Option(help="Budget of training steps, in place of minutes.")] = None,
     batch_size: Annotated[int, typer.Option(help="Sequences of a step.")] = 8,
     sequence_length: Annotated[
-        int | None, typer.Option(help="Tokens of a prompt and its continuation. Default: 512, or what the target has.")
+        int | None,
+        typer.Option(help="Tokens of a prompt and its continuation. Default: 512, and 256 of narrow targets."),
     ] = None,
     learning_rate: Annotated[float | None, typer.Option(help="Default: by method and width.")] = None,
     draft_vocab_size: Annotated[

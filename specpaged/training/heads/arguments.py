@@ -13,7 +13,6 @@ from specpaged.config import EMBEDDED_TARGET
 
 METHODS = ("eagle3", "clover")
 DEFAULT_MINUTES = 60.0
-DEFAULT_SEQUENCE_LENGTH = 512
 DEFAULT_DRAFT_VOCAB_SIZE = 32_000  # as published for EAGLE-3
 FREE = ("out", "threads")  # another one goes on with the same run
 

@@ -17,6 +17,7 @@ from specpaged.modeling.forward_output import HiddenStates, HiddenStatesRequest
 from specpaged.training.heads.continuations import Continuation
 from specpaged.training.heads.target import FrozenTarget
 
+MOST_STEPS = 8  # of any heads
 WINDOW = 8  # batches whose sequences are sorted by length, so that little is padded
 
 
@@ -55,6 +56,12 @@ class Batch:
         """[B, T] int64: at row i token i + count, and 0 behind the end."""
         width = self.token_ids.shape[1]
         return torch.nn.functional.pad(self.token_ids[:, count:], (0, min(count, width)))
+
+    @property
+    def first_row(self) -> int:
+        """The first row of any step whose proposal lies in a continuation, of however many steps; they have no others
+        in front of it."""
+        return max(0, int(self.prompt_lengths.min()) - 1 - MOST_STEPS)
 
     def wanted(self, step: int) -> Tensor:
         """[B, max(T - 1 - step, 0)] bool: the rows of a step whose proposal lies in the continuation.

@@ -84,13 +84,17 @@ class Clover(nn.Module):
         return heads
 
     def unroll(
-        self, hidden: HiddenStates, input_embedding: Callable[[int], Tensor], num_steps: int
+        self, hidden: HiddenStates, input_embedding: Callable[[int], Tensor], num_steps: int, first_row: int = 0
     ) -> Iterator[Tensor]:
-        """States [B, T, d] that the output layer reads, of each head. `input_embedding(j)` [B, T, d] is asked for when
-        head j begins."""
+        """States [B, T - first_row, d] that the output layer reads, of each head.
+
+        `input_embedding(j)` is asked for when head j begins: [B, T, d], or from `first_row` on in all heads but 0.
+        """
         h = self.clover_head_mlp_rnn(hidden.last, input_embedding(0))
-        for layer in self.layers:
+        *layers, last_layer = self.layers
+        for layer in layers:
             h = layer(h)
+        h = last_layer(h, first_row)
         h = self.clover_norm(h)
         yield self.clover_head_norm(self.clover_head_mlp(h))
         for step in range(1, num_steps):

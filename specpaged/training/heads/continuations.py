@@ -19,7 +19,7 @@ from specpaged.config import EMBEDDED_TARGET
 from specpaged.llm import LLM
 from specpaged.modeling.numerics import InexactError
 from specpaged.sampling_params import SamplingParams
-from specpaged.training.quality import length_before_cycle
+from specpaged.training.quality import cycle_period
 
 SAMPLED_TEMPERATURE = 0.8  # of every other continuation; the rest are greedy
 BATCH = 32  # sequences that the engine runs at a time
@@ -121,7 +121,7 @@ class ContinuationFile:
         return [
             Continuation(entry["prompt_token_ids"], tokens)
             for entry in self._entries()
-            if len(tokens := entry["token_ids"][: length_before_cycle(entry["token_ids"])]) >= MIN_TOKENS
+            if len(tokens := before_repetition(entry["token_ids"])) >= MIN_TOKENS
         ]
 
     def _entries(self) -> Iterator[dict]:
@@ -133,6 +133,14 @@ class ContinuationFile:
         partial = self._state_path.with_suffix(".partial")
         partial.write_text(json.dumps(state))
         os.replace(partial, self._state_path)
+
+
+def before_repetition(token_ids: list[int]) -> list[int]:
+    """The tokens before the second copy of what stands at the end three times, however long that is."""
+    period, end = cycle_period(token_ids, max_period=len(token_ids)), len(token_ids)
+    while period and end > period and token_ids[end - 1] == token_ids[end - 1 - period]:
+        end -= 1
+    return token_ids[:end]
 
 
 def _answers(llm: LLM, requests: list[Request]) -> Iterator[dict]:

@@ -21,12 +21,17 @@ def distillation_loss(heads: Eagle3 | Clover, target: FrozenTarget, batch: Batch
     """
     total = torch.zeros((), device=target.device)
     num_steps = min(heads.num_steps, batch.token_ids.shape[1] - 1)
+    first_row = batch.first_row
+
+    def input_embedding(step: int) -> Tensor:
+        token_ids = batch.shifted(1 + step)
+        return target.embed(token_ids[:, first_row:] if step else token_ids)
+
     with torch.autocast("cuda", torch.bfloat16, enabled=target.device.type == "cuda"):
-        unrolled = heads.unroll(batch.hidden, lambda step: target.embed(batch.shifted(1 + step)), num_steps)
-        for step, states in enumerate(unrolled):
-            rows = batch.wanted(step)
+        for step, states in enumerate(heads.unroll(batch.hidden, input_embedding, num_steps, first_row)):
+            rows = batch.wanted(step)[:, first_row:]
             wanted = states[:, : rows.shape[1]][rows]
-            last = batch.hidden.last[:, 1 + step :][rows]
+            last = batch.hidden.last[:, 1 + step + first_row :][rows]
             total = total + batch.weights[step] * _loss(heads, target, wanted, last)
     return total
 

@@ -39,9 +39,12 @@ class MidLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(size, eps)
         self.mlp = MLP(shape)
 
-    def forward(self, embedded: Tensor, g: Tensor, steps: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """[B, T, d] twice -> [B, T, d]; `steps` as Attention has them."""
-        h = g + self.self_attn(torch.cat([self.input_layernorm(embedded), self.hidden_norm(g)], -1), steps)
+    def forward(self, embedded: Tensor, g: Tensor, steps: list[tuple[Tensor, Tensor]], first_row: int) -> Tensor:
+        """[B, T, d] twice -> [B, T - first_row, d] in step 0, then [B, T - first_row, d] twice -> the same; see
+        Attention."""
+        inputs = torch.cat([self.input_layernorm(embedded), self.hidden_norm(g)], -1)
+        skipped = 0 if steps else first_row
+        h = g[:, skipped:] + self.self_attn(inputs, steps, first_row)
         return h + self.mlp(self.post_attention_layernorm(h))
 
 
@@ -81,14 +84,16 @@ class Eagle3(nn.Module):
         return heads
 
     def unroll(
-        self, hidden: HiddenStates, input_embedding: Callable[[int], Tensor], num_steps: int
+        self, hidden: HiddenStates, input_embedding: Callable[[int], Tensor], num_steps: int, first_row: int = 0
     ) -> Iterator[Tensor]:
-        """States [B, T, d] that the output layer reads, of each step. `input_embedding(j)` [B, T, d] is asked for when
-        step j begins."""
+        """States [B, T - first_row, d] that the output layer reads, of each step.
+
+        `input_embedding(j)` is asked for when step j begins: [B, T, d], or from `first_row` on in all steps but 0.
+        """
         g = self.fc(torch.cat(hidden.layer_inputs, -1))
         steps: list[tuple[Tensor, Tensor]] = []
         for step in range(num_steps):
-            g = self.midlayer(input_embedding(step), g, steps)
+            g = self.midlayer(input_embedding(step), g, steps, first_row)
             yield self.norm(g)
 
     def logits(self, states: Tensor, target: FrozenTarget) -> Tensor:

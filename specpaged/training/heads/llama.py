@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from specpaged.training.heads.step_attention import step_attention
 from specpaged.training.heads.target import FrozenTarget
 
 
@@ -122,24 +123,22 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(input_size, kv_size, bias=False)
         self.o_proj = nn.Linear(q_size, shape.hidden_size, bias=False)
 
-    def forward(self, x: Tensor, steps: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """[B, T, input_size] -> [B, T, d]. `steps` are keys and values [B, Hq, T, D] of earlier steps; grows by one."""
-        num_rows, step = x.shape[1], len(steps)
-        cos, sin = rotations(num_rows, step, self.shape, x.device)
-        query = rotated(self._heads(self.q_proj(x)), cos, sin)
+    def forward(self, x: Tensor, steps: list[tuple[Tensor, Tensor]], first_row: int = 0) -> Tensor:
+        """[B, T, input_size] -> [B, T - first_row, d] in step 0, [B, R, input_size] -> [B, R, d] in a later one.
+
+        `steps` are keys and values [B, Hq, rows, D] of earlier steps, and grow by one. Rows before `first_row` are
+        read in step 0, and asked for nothing: later steps have R = T - first_row rows.
+        """
+        start = first_row + len(steps) if steps else 0
+        cos, sin = rotations(x.shape[1], start, self.shape, x.device)
         key = rotated(self._heads(self.k_proj(x)), cos, sin)
         value = self._heads(self.v_proj(x))
+        if not steps:
+            x, cos, sin = x[:, first_row:], cos[first_row:], sin[first_row:]
+        query = rotated(self._heads(self.q_proj(x)), cos, sin)
         group = query.shape[1] // key.shape[1]
         steps.append((key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)))
-        query = query * self.shape.head_dim**-0.5
-        first_keys, first_values = steps[0]
-        hidden = torch.ones(num_rows, num_rows, dtype=torch.bool, device=x.device).triu(1)
-        scores = (query @ first_keys.mT).masked_fill(hidden, float("-inf"))
-        own = [(query * keys).sum(-1, keepdim=True) for keys, _ in steps[1:]]
-        weights = torch.cat([scores, *own], -1).softmax(-1)
-        attended = weights[..., :num_rows] @ first_values
-        for idx, (_, values) in enumerate(steps[1:], start=num_rows):
-            attended = attended + weights[..., idx : idx + 1] * values
+        attended = step_attention(query, *zip(*steps, strict=True))
         return self.o_proj(attended.transpose(1, 2).flatten(2))
 
     def _heads(self, x: Tensor) -> Tensor:
@@ -171,7 +170,7 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.mlp = MLP(shape)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, T, d] -> [B, T, d], causal."""
-        x = x + self.self_attn(self.input_layernorm(x), [])
+    def forward(self, x: Tensor, first_row: int = 0) -> Tensor:
+        """[B, T, d] -> [B, T - first_row, d], causal."""
+        x = x[:, first_row:] + self.self_attn(self.input_layernorm(x), [], first_row)
         return x + self.mlp(self.post_attention_layernorm(x))

@@ -14,7 +14,6 @@ import torch
 from specpaged.training.heads.acceptance import LONGEST_LOOKUP, Acceptance, measure_prompt_lookup
 from specpaged.training.heads.arguments import (
     DEFAULT_DRAFT_VOCAB_SIZE,
-    DEFAULT_SEQUENCE_LENGTH,
     TrainingArguments,
     check_out,
 )
@@ -47,7 +46,7 @@ class TrainingRun:
     def __init__(self, arguments: TrainingArguments):
         self.arguments = arguments
         data = read_data(arguments.data)
-        self.sequence_length = check_target(arguments.target, arguments.sequence_length, DEFAULT_SEQUENCE_LENGTH)
+        self.sequence_length = check_target(arguments.target, arguments.sequence_length)
         self.out = Path(arguments.out)
         self.work = self.out / "training"
         check_out(self.out)

@@ -22,9 +22,10 @@ from specpaged.paging.kv_cache import PagedKVCache
 
 BLOCK_SIZES = {"cpu": 16, "cuda": 64}
 TOKENS_PER_PASS = 8192
+NARROW = 1024  # hidden sizes of models that soon repeat themselves: shorter sequences show heads more of their text
 
 
-def check_target(target: str, sequence_length: int | None, default_length: int) -> int:
+def check_target(target: str, sequence_length: int | None) -> int:
     """The tokens of a sequence, checked against a target that the flat decoder covers, before it is loaded.
 
     ValueError names --target or --sequence-length.
@@ -38,7 +39,7 @@ def check_target(target: str, sequence_length: int | None, default_length: int) 
         raise ValueError(f"--target={target!r} has hidden states of another kind than heads are trained on: {reason}")
     longest = config.max_position_embeddings
     if sequence_length is None:
-        return min(default_length, longest)
+        return min(longest, 256 if config.hidden_size < NARROW else 512)
     if sequence_length > longest:
         raise ValueError(f"--sequence-length={sequence_length} must be at most the {longest} positions of {target!r}")
     return sequence_length
