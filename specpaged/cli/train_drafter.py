@@ -94,7 +94,8 @@ def _shown() -> Iterator[Progress]:
 
 def _table(figures: dict[str, Any]) -> Table:
     table = Table(
-        title="acceptance by position", caption=f"of drafts with all before them standing, {figures['heads']['starts']}"
+        title="accepted up to each position",
+        caption=f"of greedy drafts at {figures['heads']['starts']} places",
     )
     positions = range(1, 1 + len(figures["heads"]["by_position"]))
     for column in ("", *map(str, positions), "mean length"):

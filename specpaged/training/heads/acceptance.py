@@ -33,7 +33,12 @@ class Acceptance:
 
     @property
     def by_position(self) -> list[float]:
-        """The share accepted of drafts whose tokens before stand."""
+        """The share of drafts whose tokens stand up to this position and with it, as vLLM counts them."""
+        return [count / max(1, self.starts) for count in self.accepted]
+
+    @property
+    def given_those_before(self) -> list[float]:
+        """The same, of drafts whose tokens before this position stand, as `specpaged tune` counts them."""
         before = (self.starts, *self.accepted)
         return [a / b if b else 0.0 for a, b in zip(self.accepted, before, strict=False)]
 
@@ -46,6 +51,7 @@ class Acceptance:
         """Figures for JSON."""
         return {
             "by_position": [round(share, 4) for share in self.by_position],
+            "given_those_before": [round(share, 4) for share in self.given_those_before],
             "mean_acceptance_length": round(self.mean_length, 4),
             "starts": self.starts,
         }

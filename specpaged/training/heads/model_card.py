@@ -47,10 +47,10 @@ llm = LLM("{figures["target"]}", {serving_line(figures["method"], figures["out"]
 
 ## Acceptance by position
 
-Of greedy drafts, those whose tokens before stand, at {heads["starts"]} places in {figures["held_out_continuations"]}
-greedy continuations of prompts that nothing was trained on, each up to where it begins to repeat itself. Prompt lookup
-drafts at the same places, with matches of {figures["prompt_lookup_min"]} to {figures["prompt_lookup_max"]} tokens,
-which is its best there.
+The share of greedy drafts that the target would accept up to each position, at {heads["starts"]} places in
+{figures["held_out_continuations"]} greedy continuations of prompts that nothing was trained on, each up to where it
+begins to repeat itself. Prompt lookup drafts at the same places, with matches of {figures["prompt_lookup_min"]} to
+{figures["prompt_lookup_max"]} tokens, which is its best there.
 
 {table}
 {picture}
