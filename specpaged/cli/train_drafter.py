@@ -28,7 +28,7 @@ def train_drafter(
         float | None, typer.Option(help=f"Budget of time, all in all. Default: {DEFAULT_MINUTES:g}.")
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Budget of training steps, in place of minutes.")] = None,
-    batch_size: Annotated[int, typer.Option(help="Sequences of a step.")] = 8,
+    batch_size: Annotated[int, typer.Option(help="Sequences of a step.")] = 4,
     sequence_length: Annotated[
         int | None,
         typer.Option(help="Tokens of a prompt and its continuation. Default: 512, and 256 of narrow targets."),

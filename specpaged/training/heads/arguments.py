@@ -31,7 +31,7 @@ class TrainingArguments:
     out: str
     minutes: float | None = None
     steps: int | None = None
-    batch_size: int = 8
+    batch_size: int = 4
     sequence_length: int | None = None  # tokens of a prompt and its continuation
     learning_rate: float | None = None
     draft_vocab_size: int | None = None  # of EAGLE-3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-WARM_UP_STEPS = 50
+WARM_UP_STEPS = 20
 DECAY_SHARE = 0.35  # of the steps, at the end
 
 

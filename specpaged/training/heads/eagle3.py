@@ -14,14 +14,16 @@ from specpaged.training.heads.losses import EAGLE3_DECAY, eagle3_loss
 from specpaged.training.heads.target import FrozenTarget
 
 TEST_TIME_STEPS = 7
+SHALLOW = 16
 
 
 def aux_layer_ids(num_layers: int) -> tuple[int, int, int]:
-    """The layers whose inputs are read: (2, n // 2, n - 3) of n, as published; of few layers the nearest distinct ones.
+    """The layers whose inputs are read: (2, n // 2, n - 3) of n layers, as published.
 
-    Of fewer than three layers some are read twice.
+    Of fewer than SHALLOW, where three layers are much of the target, the last one's input in place of the third; of
+    very few layers the nearest distinct ones, and of one or two some twice.
     """
-    low, middle, high = 2, num_layers // 2, num_layers - 3
+    low, middle, high = 2, num_layers // 2, num_layers - (3 if num_layers >= SHALLOW else 1)
     if low < middle < high:
         return low, middle, high
     return tuple((i * (num_layers - 1) + 1) // 2 for i in range(3))
@@ -70,15 +72,17 @@ class Eagle3(nn.Module):
         self.request = HiddenStatesRequest(last=True, layer_inputs=self.layer_ids)
 
     @classmethod
-    def fresh(cls, target: FrozenTarget, vocabulary: Tensor) -> Eagle3:
+    def fresh(cls, target: FrozenTarget, vocabulary: Tensor, sample: Sequence[Sequence[int]]) -> Eagle3:
         """Heads that have learned nothing. `vocabulary` [W] int64: the draft vocabulary's token ids, ascending.
 
-        They begin with the highest feature as the residual stream, and with the target's own norm and output layer.
+        They begin with the target's own norm and output layer, and with features that have a mean square of about 1
+        over the `sample` of sequences, whatever the scale of the target's residual stream.
         """
         heads = cls(HeadShape.of(target), aux_layer_ids(len(target.config.layers)), vocabulary)
+        features = torch.cat(target.hidden_states(sample, heads.request).layer_inputs, -1)
         with torch.no_grad():
-            size = heads.shape.hidden_size
-            heads.fc.weight[:, -size:] += torch.eye(size)
+            features = heads.to(target.device).fc(features[features.any(-1)])
+            heads.fc.weight.div_(features.square().mean().sqrt())
             heads.norm.weight.copy_(target.final_norm_weight)
             heads.lm_head.weight.copy_(target.output_rows(vocabulary.to(target.device)))
         return heads

@@ -110,7 +110,7 @@ class Trainer:
         position, settings, heads = self.position, self.settings, self.heads
         picked = batch_indices(self.lengths, position["step"], settings.batch_size, settings.seed)
         batch = Batch.of([self.train[i] for i in picked], heads, self.target)
-        size = MICROBATCH[self.target.device.type]
+        size = min(MICROBATCH[self.target.device.type], max(1, settings.batch_size // workers))
         microbatches = batch.microbatches(size, heads.num_steps, heads.decay)
         loss, grads = gradients(
             heads, lambda heads, part: distillation_loss(heads, self.target, part), microbatches, pool, workers

@@ -26,7 +26,7 @@ def heads(request, frozen):
 def random_heads(method, frozen, vocab_size=VOCAB_SIZE):
     torch.manual_seed(5)
     vocabulary = torch.randperm(VOCAB_SIZE)[:vocab_size].sort().values
-    heads = Eagle3.fresh(frozen, vocabulary) if method == "eagle3" else Clover.fresh(frozen)
+    heads = Eagle3.fresh(frozen, vocabulary, [[1, 2, 3]]) if method == "eagle3" else Clover.fresh(frozen)
     with torch.no_grad():
         for parameter in heads.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
