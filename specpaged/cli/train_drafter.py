@@ -51,8 +51,12 @@ def train_drafter(
     """
     arguments = {name: value for name, value in locals().items() if name not in ("as_json", "target")}
     run = checked(_prepare, default_target(target), arguments)
-    with _shown() as progress:
-        figures = checked(run.run, progress)
+    try:
+        with _shown() as progress:
+            figures = checked(run.run, progress)
+    except KeyboardInterrupt:
+        console.print("stopped: the same command goes on from its last checkpoint")
+        raise typer.Exit(130) from None
     console.print(_table(figures))
     console.print(f"heads: {out}", highlight=False, markup=False, soft_wrap=True)
     console.print(figures["serve"], highlight=False, markup=False, soft_wrap=True)

@@ -88,8 +88,8 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., d] -> [..., d]"""
-        return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+        """[..., d] -> [..., d] float32, under autocast, too."""
+        return F.rms_norm(x.float(), x.shape[-1:], self.weight, self.eps)
 
 
 class MLP(nn.Module):

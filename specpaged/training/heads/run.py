@@ -33,6 +33,7 @@ from specpaged.training.heads.vocabulary import draft_vocabulary
 WRITING_SHARE = 0.2  # of a budget of time, where no number of continuations is asked for
 CONTINUATIONS_OF_STEPS = 2048  # where steps are counted, and no number is asked for
 MOST_CONTINUATIONS = 65_536
+SAVE_SECONDS = 60.0
 SAMPLE = 8  # continuations that fresh heads are fitted to the scale of
 # By width: as published, and what a narrow target's heads learned most with in a few minutes.
 LEARNING_RATES = {"eagle3": {256: 3e-3, 4096: 1e-4}, "clover": {256: 8e-3, 4096: 1e-3}}
@@ -137,7 +138,7 @@ class TrainingRun:
         if seconds is not None:
             seconds = max(1.0, seconds - self._files["train"].seconds - self._files["held_out"].seconds)
         rate = arguments.learning_rate or default_learning_rate(arguments.method, target.config.hidden_size)
-        settings = Settings(arguments.batch_size, rate, arguments.seed, self.threads)
+        settings = Settings(arguments.batch_size, rate, arguments.seed, self.threads, SAVE_SECONDS)
         budget = Budget(arguments.steps, seconds)
         return Trainer(heads, target, train, held_out, budget, settings, self.work / "checkpoint.safetensors")
 

@@ -25,7 +25,6 @@ BETAS = (0.9, 0.95)
 CLIP = 0.5  # of the gradient's norm, as published for both
 MICROBATCH = {"cpu": 2, "cuda": 4}  # sequences
 NUM_EVALUATIONS = 16
-SAVE_SECONDS = 60.0
 
 
 @dataclass
@@ -36,7 +35,7 @@ class Settings:
     learning_rate: float
     seed: int
     threads: int
-    save_every: float = SAVE_SECONDS
+    save_every: float  # seconds between two checkpoints
 
 
 @dataclass

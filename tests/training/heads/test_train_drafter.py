@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from specpaged.cli import app, printing
 from specpaged.training.heads.head_checkpoint import load_heads
+from specpaged.training.heads.trainer import Trainer
 from tests.toys import VOCAB_SIZE
 
 BUDGET = ("--steps", 3, "--continuations", 16, "--sequence-length", 48, "--batch-size", 4, "--threads", 1)
@@ -132,3 +133,26 @@ def test_a_folder_goes_on_with_the_same_arguments_only(train, text, tmp_path):
     result = train(*arguments)
     assert result.exit_code == 2
     assert "whose --data was another content" in result.stderr
+
+
+def test_a_run_that_was_stopped_goes_on_to_the_same_heads(train, text, tmp_path, monkeypatch):
+    def arguments(out):
+        return ("--method", "eagle3", "--data", text, "--out", tmp_path / out, *BUDGET)
+
+    assert train(*arguments("whole")).exit_code == 0
+    monkeypatch.setattr("specpaged.training.heads.run.SAVE_SECONDS", 0.0)
+    step = Trainer._step
+
+    def stopped(trainer, *args):
+        if trainer.position["step"] == 2:
+            raise KeyboardInterrupt
+        return step(trainer, *args)
+
+    monkeypatch.setattr(Trainer, "_step", stopped)
+    result = train(*arguments("cut"))
+    assert result.exit_code == 130
+    assert "the same command goes on" in result.stdout
+    monkeypatch.setattr(Trainer, "_step", step)
+    assert train(*arguments("cut")).exit_code == 0
+    whole, cut = (load_file(tmp_path / out / "model.safetensors") for out in ("whole", "cut"))
+    assert all(torch.equal(whole[name], cut[name]) for name in whole)
