@@ -1,10 +1,14 @@
-"""The training loop of heads: resumable to the bit, whole microbatches on threads of their own."""
+"""The training loop of heads: resumable to the bit.
+
+Whole microbatches run on threads of their own, and the target's pass of the next batch on another one, each with one
+thread inside: threads that wait for each other within an operation suffer beside busy neighbours.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -80,9 +84,14 @@ class Trainer:
         workers = settings.threads if self.target.device.type == "cpu" else 1
         last = self.clock()
         saved = position["elapsed"]
-        if not position["curve"]:
-            self._evaluate(progress)
-        with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        one_thread = {"initializer": torch.set_num_threads, "initargs": (1,)}
+        with (
+            ThreadPoolExecutor(workers, **one_thread) as pool,
+            ThreadPoolExecutor(1, **one_thread) as self._target_thread,
+        ):
+            if not position["curve"]:
+                self._evaluate(progress)
+            self._next = self._submit_batch(position["step"])
             while not budget.is_over(position["step"]):
                 loss, num_tokens = self._step(pool, workers)
                 position["losses"].append(loss)
@@ -107,8 +116,8 @@ class Trainer:
     def _step(self, pool: ThreadPoolExecutor, workers: int) -> tuple[float, int]:
         """One update; returns its loss and how many tokens its sequences have."""
         position, settings, heads = self.position, self.settings, self.heads
-        picked = batch_indices(self.lengths, position["step"], settings.batch_size, settings.seed)
-        batch = Batch.of([self.train[i] for i in picked], heads, self.target)
+        batch = self._next.result()
+        self._next = self._submit_batch(position["step"] + 1)
         size = min(MICROBATCH[self.target.device.type], max(1, settings.batch_size // workers))
         microbatches = batch.microbatches(size, heads.num_steps, heads.decay)
         loss, grads = gradients(
@@ -121,10 +130,16 @@ class Trainer:
         self.optimizer.step()
         return loss, int(batch.lengths.sum())
 
+    def _submit_batch(self, step: int) -> Future[Batch]:
+        """The batch of a step, on the one thread that runs the target."""
+        picked = batch_indices(self.lengths, step, self.settings.batch_size, self.settings.seed)
+        return self._target_thread.submit(Batch.of, [self.train[i] for i in picked], self.heads, self.target)
+
     def _evaluate(self, progress: Progress) -> None:
         """Another point of the curve: the mean loss since the one before, and acceptance on held-out text."""
         position = self.position
-        acceptance = measure_heads(self.heads, self.target, self.held_out, self.settings.batch_size)
+        measured = (self.heads, self.target, self.held_out, self.settings.batch_size)
+        acceptance = self._target_thread.submit(measure_heads, *measured).result()
         losses = position["losses"]
         mean_loss = sum(losses) / len(losses) if losses else None
         of_it = {"starts": acceptance.starts, "accepted": list(acceptance.accepted)}
