@@ -88,7 +88,7 @@ def check_out(out: Path) -> None:
     """Raise ValueError unless OUT is a folder that holds a run or nothing, or that can be made."""
     if (out / "training" / "run.json").is_file():
         return
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if out.exists() and (not out.is_dir() or any(path.is_file() for path in out.rglob("*"))):
         raise ValueError(f"--out={str(out)!r} holds something else than a run; allowed: a new or an empty folder")
     place = out
     while not place.exists():

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from specpaged.training.heads.batches import Batch
 from specpaged.training.heads.clover import NUM_HEADS, Clover
+from specpaged.training.heads.distillation import distillation_loss
+from specpaged.training.heads.target import FrozenTarget
 from tests.training.heads.conftest import random_heads, random_text
 from tests.training.heads.test_eagle3 import norm, rope
+from tests.toys import VOCAB_SIZE
 
 
 def res_attention(weights, prefix, x, embedded, num_heads, eps):
@@ -80,3 +84,24 @@ def test_fresh_heads_hand_on_the_state(frozen):
     x = torch.randn(5, heads.shape.hidden_size)
     torch.testing.assert_close(heads.clover_head_mlp(x), x, rtol=0.2, atol=0.3)
     assert torch.equal(heads.clover_head_norm.weight, frozen.final_norm_weight)
+
+
+def test_layers_begin_as_a_llamas_last_one_and_learn_in_its_dtype(tmp_path):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).bfloat16()
+    model.save_pretrained(tmp_path)
+    target = FrozenTarget.load(str(tmp_path), 32, "cpu")
+    assert target.loaded.dtype == torch.bfloat16
+    heads = Clover.fresh(target)
+    last = {name: weight.float() for name, weight in model.model.layers[-1].state_dict().items()}
+    for layer in heads.layers:
+        assert all(torch.equal(weight, last[name]) for name, weight in layer.state_dict().items())
+    (part,) = Batch.of(random_text([(4, 9)]), heads, target).microbatches(1, NUM_HEADS, heads.decay)
+    loss = distillation_loss(heads, target, part)
+    gradients = torch.autograd.grad(loss, list(heads.parameters()))
+    assert loss > 0
+    assert all(gradient.isfinite().all() for gradient in gradients)
