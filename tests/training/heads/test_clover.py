@@ -10,9 +10,9 @@ from specpaged.training.heads.batches import Batch
 from specpaged.training.heads.clover import NUM_HEADS, Clover
 from specpaged.training.heads.distillation import distillation_loss
 from specpaged.training.heads.target import FrozenTarget
+from tests.toys import VOCAB_SIZE
 from tests.training.heads.conftest import random_heads, random_text
 from tests.training.heads.test_eagle3 import norm, rope
-from tests.toys import VOCAB_SIZE
 
 
 def res_attention(weights, prefix, x, embedded, num_heads, eps):
