@@ -5,52 +5,29 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 WARM_UP_STEPS = 20
-DECAY_SHARE = 0.35  # of the steps, at the end
+DECAY_SHARE = 0.35  # of the budget, at its end
 
 
-@dataclass
+@dataclass(frozen=True)
 class Budget:
-    """Warm-up, a constant rate, and a linear fall to zero, as functions of the step alone.
+    """A number of steps, or seconds of training, kept however quick the steps are; the other one is None.
 
-    With a number of steps all is known at the start. With seconds, the fall begins once its share of them is left, and
-    takes as many steps as the time before it did, in proportion: which step that was is part of a run's position, so
-    that a run which is cut and resumed has the rates of one that was not.
+    The rate warms up, is constant, and falls to zero in a straight line: a function of steps made and seconds used,
+    both of which are in a checkpoint, and of steps alone where these are counted.
     """
 
     steps: int | None
     seconds: float | None
-    decay_start: int | None = None
-    end: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.steps is not None:
-            self.end = self.steps
-            self.decay_start = self.steps - int(DECAY_SHARE * self.steps)
-
-    def observe(self, step: int, elapsed: float) -> None:
-        """`step` steps have been made in `elapsed` seconds: the fall may begin."""
-        if self.end is None and self.seconds is not None and elapsed >= (1 - DECAY_SHARE) * self.seconds:
-            left = max(0.0, self.seconds - elapsed)
-            self.decay_start = step
-            self.end = step + max(1, int(step * left / max(elapsed, 1e-9)))
-
-    def is_over(self, step: int) -> bool:
-        """Whether step `step`, from 0 on, is not to be made."""
-        return self.end is not None and step >= self.end
 
     def progress(self, step: int, elapsed: float) -> float:
-        """0 to 1."""
-        if self.end is not None and self.seconds is None:
-            return step / self.end
-        if self.end is not None:
-            share = (step - self.decay_start) / max(1, self.end - self.decay_start)
-            return min(1.0, 1 - DECAY_SHARE * (1 - share))
-        return min(1.0, elapsed / self.seconds)
+        """0 to 1, where `step` steps have been made in `elapsed` seconds."""
+        return min(1.0, elapsed / self.seconds if self.steps is None else step / self.steps)
 
-    def rate_factor(self, step: int) -> float:
-        """Of the learning rate, in step `step`."""
+    def is_over(self, step: int, elapsed: float) -> bool:
+        """Whether no further step is to be made."""
+        return self.progress(step, elapsed) >= 1
+
+    def rate_factor(self, step: int, elapsed: float) -> float:
+        """Of the learning rate, in the step that comes then: above 0 unless the budget is over."""
         warm_up = WARM_UP_STEPS if self.steps is None else min(WARM_UP_STEPS, max(1, self.steps // 10))
-        factor = min(1.0, (step + 1) / warm_up)
-        if self.end is not None and step >= self.decay_start:
-            factor = min(factor, (self.end - step) / max(1, self.end - self.decay_start))
-        return factor
+        return min(1.0, (step + 1) / warm_up, (1 - self.progress(step, elapsed)) / DECAY_SHARE)

@@ -70,13 +70,9 @@ class Trainer:
         self.checkpoint, self.clock = checkpoint, clock
         self.optimizer = torch.optim.AdamW(heads.parameters(), lr=settings.learning_rate, betas=BETAS, weight_decay=0.0)
         self.lengths = [len(continuation.all_token_ids) for continuation in train]
-        self.position: dict[str, Any] = {
-            "step": 0, "elapsed": 0.0, "tokens": 0, "decay_start": budget.decay_start, "end": budget.end,
-            "losses": [], "curve": [],
-        }  # fmt: skip
+        self.position: dict[str, Any] = {"step": 0, "elapsed": 0.0, "tokens": 0, "losses": [], "curve": []}
         if checkpoint.exists():
             self.position = load_checkpoint(checkpoint, self.heads, [self.optimizer])
-            budget.decay_start, budget.end = self.position["decay_start"], self.position["end"]
 
     def run(self, progress: Progress) -> Acceptance:
         """Train until the budget is over; returns the acceptance at the end."""
@@ -92,7 +88,7 @@ class Trainer:
             if not position["curve"]:
                 self._evaluate(progress)
             self._next = self._submit_batch(position["step"])
-            while not budget.is_over(position["step"]):
+            while not budget.is_over(position["step"], position["elapsed"]):
                 loss, num_tokens = self._step(pool, workers)
                 position["losses"].append(loss)
                 position["tokens"] += num_tokens
@@ -101,11 +97,9 @@ class Trainer:
                 position["elapsed"] += now - last
                 line = f"step {position['step']}, loss {loss:.3f}, {num_tokens / max(now - last, 1e-9):.0f} tokens/s"
                 last = now
-                budget.observe(position["step"], position["elapsed"])
-                position["decay_start"], position["end"] = budget.decay_start, budget.end
                 share = budget.progress(position["step"], position["elapsed"])
                 progress.show(share, f"{line}, acceptance {self._last_length():.2f}")
-                is_over = budget.is_over(position["step"])
+                is_over = share >= 1
                 if is_over or share * NUM_EVALUATIONS >= len(position["curve"]):
                     self._evaluate(progress)
                 if is_over or position["elapsed"] - saved >= settings.save_every:
@@ -126,7 +120,8 @@ class Trainer:
         for parameter, grad in zip(heads.parameters(), grads, strict=True):
             parameter.grad = grad
         torch.nn.utils.clip_grad_norm_(heads.parameters(), CLIP)
-        self.optimizer.param_groups[0]["lr"] = settings.learning_rate * self.budget.rate_factor(position["step"])
+        factor = self.budget.rate_factor(position["step"], position["elapsed"])
+        self.optimizer.param_groups[0]["lr"] = settings.learning_rate * factor
         self.optimizer.step()
         return loss, int(batch.lengths.sum())
 
