@@ -32,7 +32,7 @@ def draw_curve(curve: list[dict[str, Any]], lookup: Acceptance, title: str, path
         right.plot(steps, shares, color=f"C{position}", label=f"position {position + 1}")
         right.axhline(lookup.by_position[position], color=f"C{position}", linestyle="--", linewidth=0.8)
     right.set_ylim(0, 1)
-    right.set_ylabel("accepted up to this position (dashed: prompt lookup)")
+    right.set_ylabel("accepted up to there (dashed: prompt lookup)")
     for axis in (left, middle, right):
         axis.set_xlabel("step")
     middle.legend(fontsize=8)

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from specpaged.config import EMBEDDED_TARGET
+
 PAPERS = {
     "eagle3": ("EAGLE-3", "2503.01840", "test-time training of 7 steps, soft cross-entropy with weights 0.8^j"),
     "clover": ("Clover-2", "2408.00264", "sum over heads of 0.7^i (10 SmoothL1 + soft cross-entropy)"),
@@ -29,20 +31,23 @@ def model_card(figures: Mapping[str, Any], has_picture: bool) -> str:
         ("prompt lookup", *(f"{x:.3f}" for x in lookup["by_position"]), f"{lookup['mean_acceptance_length']:.2f}"),
     ]
     table = "\n".join("| " + " | ".join(map(str, row)) + " |" for row in rows)
+    is_embedded = figures["target"] == EMBEDDED_TARGET
+    target = "the embedded target of specpaged" if is_embedded else f"`{figures['target']}`"
+    base_model = "" if is_embedded else f"base_model: {figures['target']}\n"
+    arguments = "" if is_embedded else f'"{figures["target"]}", '
     picture = "\n![loss and acceptance](curve.png)\n" if has_picture else ""
     return f"""---
-base_model: {figures["target"]}
-tags: [speculative-decoding, {figures["method"]}]
+{base_model}tags: [speculative-decoding, {figures["method"]}]
 ---
 # {name} heads for {Path(figures["target"]).name}
 
-Draft heads ({name}, arXiv {paper}) of {figures["parameters"]:,} parameters for the target `{figures["target"]}`, whose
+Draft heads ({name}, arXiv {paper}) of {figures["parameters"]:,} parameters for {target}, whose
 embedding they share. They draft; the target decides every token, so its output is what it is without them.
 
 ```python
 from specpaged import LLM
 
-llm = LLM("{figures["target"]}", {serving_line(figures["method"], figures["out"])})
+llm = LLM({arguments}{serving_line(figures["method"], figures["out"])})
 ```
 
 ## Acceptance by position
