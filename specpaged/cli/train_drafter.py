@@ -104,7 +104,9 @@ def _table(figures: dict[str, Any]) -> Table:
     positions = range(1, 1 + len(figures["heads"]["by_position"]))
     for column in ("", *map(str, positions), "mean length"):
         table.add_column(column, justify="right" if column else "left")
-    for name, label in (("heads", f"{figures['method']} heads"), ("prompt_lookup", "prompt lookup")):
-        of_it = figures[name]
-        table.add_row(label, *(f"{x:.2f}" for x in of_it["by_position"]), f"{of_it['mean_acceptance_length']:.2f}")
+    early = figures["early"]
+    for where, of_it in (("", figures), (f", first {early['tokens']} tokens", early)):
+        for name, label in (("heads", f"{figures['method']} heads"), ("prompt_lookup", "prompt lookup")):
+            shares = (f"{share:.2f}" for share in of_it[name]["by_position"])
+            table.add_row(label + where, *shares, f"{of_it[name]['mean_acceptance_length']:.2f}")
     return table

@@ -22,14 +22,13 @@ def serving_line(method: str, folder: str) -> str:
 def model_card(figures: Mapping[str, Any], has_picture: bool) -> str:
     """The card, of what final.json holds."""
     name, paper, losses = PAPERS[figures["method"]]
-    heads, lookup = figures["heads"], figures["prompt_lookup"]
+    heads, early = figures["heads"], figures["early"]
     positions = range(1, 1 + len(heads["by_position"]))
-    rows = [
-        ("", *positions, "mean acceptance length"),
-        ("---", *("---" for _ in positions), "---"),
-        ("these heads", *(f"{x:.3f}" for x in heads["by_position"]), f"{heads['mean_acceptance_length']:.2f}"),
-        ("prompt lookup", *(f"{x:.3f}" for x in lookup["by_position"]), f"{lookup['mean_acceptance_length']:.2f}"),
-    ]
+    rows = [("", *positions, "mean acceptance length"), ("---", *("---" for _ in positions), "---")]
+    for where, of_it in (("", figures), (f", first {early['tokens']} tokens", early)):
+        for label, key in (("these heads", "heads"), ("prompt lookup", "prompt_lookup")):
+            shares = (f"{share:.3f}" for share in of_it[key]["by_position"])
+            rows.append((label + where, *shares, f"{of_it[key]['mean_acceptance_length']:.2f}"))
     table = "\n".join("| " + " | ".join(map(str, row)) + " |" for row in rows)
     is_embedded = figures["target"] == EMBEDDED_TARGET
     target = "the embedded target of specpaged" if is_embedded else f"`{figures['target']}`"
@@ -54,8 +53,9 @@ llm = LLM({arguments}{serving_line(figures["method"], figures["out"])})
 
 The share of greedy drafts that the target would accept up to each position, at {heads["starts"]} places in
 {figures["held_out_continuations"]} greedy continuations of prompts that nothing was trained on, each up to where it
-begins to repeat itself. Prompt lookup drafts at the same places, with matches of {figures["prompt_lookup_min"]} to
-{figures["prompt_lookup_max"]} tokens, which is its best there.
+begins to repeat itself. Prompt lookup drafts at the same places, with matches of
+{figures["prompt_lookup_min"]} to {figures["prompt_lookup_max"]} tokens, its best there. The first tokens of each
+continuation are measured by themselves, too: the more a text repeats itself later on, the better is lookup.
 
 {table}
 {picture}

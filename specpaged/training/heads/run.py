@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from specpaged.training.heads.acceptance import LONGEST_LOOKUP, Acceptance, measure_prompt_lookup
+from specpaged.training.heads.acceptance import LONGEST_LOOKUP, Acceptance, measure_heads, measure_prompt_lookup
 from specpaged.training.heads.arguments import (
     DEFAULT_DRAFT_VOCAB_SIZE,
     TrainingArguments,
@@ -34,6 +34,7 @@ WRITING_SHARE = 0.2  # of a budget of time, where no number of continuations is 
 CONTINUATIONS_OF_STEPS = 2048  # where steps are counted, and no number is asked for
 MOST_CONTINUATIONS = 65_536
 SAVE_SECONDS = 60.0
+EARLY_TOKENS = 64  # of continuations, measured by themselves: small targets repeat themselves later on
 SAMPLE = 8  # continuations that fresh heads are fitted to the scale of
 # By width: as published, and what a narrow target's heads learned most with in a few minutes.
 LEARNING_RATES = {"eagle3": {256: 3e-3, 4096: 1e-4}, "clover": {256: 8e-3, 4096: 1e-3}}
@@ -87,7 +88,7 @@ class TrainingRun:
         trainer = self._trainer(target, train, held_out)
         acceptance = trainer.run(progress)
         save_heads(trainer.heads, self.out, target.loaded.dtype)
-        figures = self._figures(trainer, acceptance, lookup, shortest)
+        figures = self._figures(trainer, acceptance, lookup, shortest) | {"early": self._early(trainer)}
         title = f"{self.arguments.method} heads for {self.arguments.target}"
         progress.say(draw_curve(trainer.position["curve"], lookup, title, self.out / "curve.png"))
         (self.out / "README.md").write_text(model_card(figures, (self.out / "curve.png").exists()), encoding="utf-8")
@@ -141,6 +142,13 @@ class TrainingRun:
         settings = Settings(arguments.batch_size, rate, arguments.seed, self.threads, SAVE_SECONDS)
         budget = Budget(arguments.steps, seconds)
         return Trainer(heads, target, train, held_out, budget, settings, self.work / "checkpoint.safetensors")
+
+    def _early(self, trainer: Trainer) -> dict[str, Any]:
+        """The same figures of the first EARLY_TOKENS tokens of the held-out continuations."""
+        texts = [Continuation(c.prompt_token_ids, c.token_ids[:EARLY_TOKENS]) for c in trainer.held_out]
+        heads = measure_heads(trainer.heads, trainer.target, texts, self.arguments.batch_size)
+        lookup = measure_prompt_lookup(texts)[0]
+        return {"tokens": EARLY_TOKENS, "heads": heads.as_dict(), "prompt_lookup": lookup.as_dict()}
 
     def _figures(self, trainer: Trainer, heads: Acceptance, lookup: Acceptance, shortest: int) -> dict[str, Any]:
         arguments, position = self.arguments, trainer.position

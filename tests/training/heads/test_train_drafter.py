@@ -48,6 +48,7 @@ def test_a_file_of_text_becomes_heads(train, text, tmp_path, method):
     figures = json.loads((out / "final.json").read_text())
     assert figures["steps"] == 3
     assert len(figures["heads"]["by_position"]) == len(figures["prompt_lookup"]["by_position"]) == 5
+    assert figures["early"]["heads"] == figures["heads"]  # of continuations that are as short as that
     assert json.loads(result.stdout.splitlines()[-1])["heads"] == figures["heads"]
     assert (out / "curve.png").read_bytes().startswith(b"\x89PNG")
     assert line in (out / "README.md").read_text()
