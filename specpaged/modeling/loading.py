@@ -53,7 +53,7 @@ def load_model(
     if numerics not in NUMERICS:
         raise ValueError(f"numerics must be one of {', '.join(NUMERICS)}, got {numerics!r}")
     check_choice("model_impl", model_impl, MODEL_IMPLS)
-    config = _load_config(model, trust_remote_code)
+    config = load_config(model, trust_remote_code)
     check_config(config, model)
     text_config = config.get_text_config()
     max_model_len = _check_max_model_len(max_model_len, text_config, model)
@@ -260,7 +260,8 @@ def _check_max_model_len(max_model_len: int | None, config: PreTrainedConfig, mo
     return max_model_len
 
 
-def _load_config(model: str, trust_remote_code: bool) -> PreTrainedConfig:
+def load_config(model: str, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """The configuration of a local directory or a hub id. ValueError where there is none that can be used."""
     if not isinstance(model, str) or not model:
         raise ValueError(f"model must be a local directory or a hub id, got {model!r}")
     local = os.path.exists(model)
