@@ -1,6 +1,7 @@
 """`python -m benchmarks.drafters`: every drafter on the embedded target, each by its best fixed K and decided, in turn.
 
-Heads come from folders HEADS/eagle3 and HEADS/clover; those that are not there are left out. All contenders decode the
+Several that draft together have a + between them. Heads come from folders HEADS/eagle3 and HEADS/clover; those that are
+not there are left out. All contenders decode the
 same prompts in the same rounds, and must have the tokens of plain decoding. Prints a table, draws a picture where
 matplotlib is there, and ends in one line of JSON.
 """
@@ -16,16 +17,17 @@ from typing import Annotated, Any
 
 import typer
 
+METHODS = ("draft_model", "eagle3", "clover", "suffix", "ngram")
 DECIDED = "decided"
 ROUNDS = {1: 15, 8: 7, 32: 3}  # by batch size
-SHOWN = ("draft_model", "eagle3", "clover", "suffix", "ngram")
+SHOWN = "draft_model,eagle3,clover,suffix,ngram,suffix+draft_model,suffix+clover,suffix+eagle3"
 app = typer.Typer(add_completion=False)
 
 
 @app.command()
 def main(
     heads: Annotated[Path, typer.Option(help="Folder of the folders eagle3 and clover.")] = Path("build/heads"),
-    methods: Annotated[str, typer.Option(help="Separated by commas.")] = ",".join(SHOWN),
+    methods: Annotated[str, typer.Option(help="Separated by commas.")] = SHOWN,
     batch_sizes: str = ",".join(map(str, ROUNDS)),
     ks: Annotated[str, typer.Option(help="Fixed K of each drafter, separated by commas.")] = "2,3,5",
     threads: int = 1,
@@ -42,12 +44,12 @@ def main(
 
     torch.set_num_threads(threads)
     wanted = methods.split(",")
-    for method in wanted:
-        if method not in SHOWN:
-            raise typer.BadParameter(f"method {method!r}: {', '.join(SHOWN)} are allowed")
-    drafters = {method: of for method in wanted if (of := _drafter(method, heads)) is not None}
-    for method in set(wanted) - set(drafters):
-        typer.echo(f"{method} is left out: there is no {heads / method}", err=True)
+    for method in {part for name in wanted for part in name.split("+")}:
+        if method not in METHODS:
+            raise typer.BadParameter(f"method {method!r}: {', '.join(METHODS)} are allowed, with + between them")
+    drafters = {name: of for name in wanted if (of := _drafter(name.split("+"), heads)) is not None}
+    for name in set(wanted) - set(drafters):
+        typer.echo(f"{name} is left out: there are no such heads in {heads}", err=True)
     ways: dict[str, dict[str, Any]] = {PLAIN: {"num_speculative_tokens": 0}}
     for method, of in drafters.items():
         ways |= {f"{method}, K = {k}": of | {"num_speculative_tokens": int(k)} for k in ks.split(",")}
@@ -66,14 +68,17 @@ def main(
     typer.echo(json.dumps(results))
 
 
-def _drafter(method: str, heads: Path) -> dict[str, Any] | None:
+def _drafter(methods: Sequence[str], heads: Path) -> dict[str, Any] | None:
     """A speculative_config's entries; None of heads that are not there."""
-    if method == "draft_model":
-        return {}
-    if method in ("ngram", "suffix"):
-        return {"method": method, "model": None}
-    path = heads / method
-    return {"method": method, "model": str(path)} if (path / "config.json").is_file() else None
+    of: dict[str, Any] = {"method": list(methods)}
+    if "draft_model" not in methods:
+        of["model"] = None
+    for method in set(methods) & {"eagle3", "clover"}:
+        path = heads / method
+        if not (path / "config.json").is_file():
+            return None
+        of["model"] = str(path)
+    return of
 
 
 def _summary(played: Sequence[Mapping[str, Any]], methods: Sequence[str]) -> dict[str, Any]:
