@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 
 from typing_extensions import override
 
-from specpaged.speculation.acceptance import AcceptanceModel, RequestAcceptance
+from specpaged.speculation.acceptance import AcceptanceModel, RequestAcceptance, logit
 from specpaged.speculation.adaptive import AdaptiveController
 from specpaged.speculation.controller import Candidate, MeasuringController, Plan
 from specpaged.speculation.cost_model import CostModel
 from specpaged.speculation.lookup_choice import LookupChoice
+from specpaged.speculation.selection import select
 from specpaged.speculation.step_times import StepTimes, TimesOfSteps
 from specpaged.speculation.stop_rule import StopRule
 
 _PLANNED = 8  # steps that a plan is good for where no model drafts
+_FORGETTING, _PRIOR_DRAFTS = 0.99, 8.0  # of outcomes; and how many are taken to have come as expected
+_CONFIDENT = 0.8  # chance of a draft of a lookup's that is taken, as long as little is known
 
 
 class CombinedController(MeasuringController):
@@ -82,8 +86,7 @@ class CombinedController(MeasuringController):
     def observe_lookup(
         self, lookup: int, sequence: Hashable, num_accepted: int, num_rejected: int, evidence: Sequence[float]
     ) -> None:
-        of_lookup = self.lookups[lookup]
-        of_lookup.acceptance.observe(of_lookup.request(sequence), num_accepted, num_rejected, evidence)
+        self.lookups[lookup].observe(sequence, num_accepted, num_rejected, evidence)
 
     @override
     def observe_end(self, num_tokens: int, most_tokens: int) -> None:
@@ -100,25 +103,33 @@ class CombinedController(MeasuringController):
     def _choices(self, candidates: Sequence[Candidate], counts: Sequence[int]) -> list[LookupChoice | None]:
         """Of each, when it takes a lookup's draft in place of so many of the model's."""
         num_seqs, num_drafts = len(candidates), sum(counts)
-        further = num_seqs + num_drafts // 2  # rows: a few more than there are
-        times = self._times.of(num_seqs, num_drafts + further)
+        times = self._times.of(num_seqs, max(num_seqs, num_drafts, sum([c.most for c in candidates])))
+        most = list(map(max, counts, self._depths(candidates, times)))
+        num_rows = sum(most)
         chances = [self._chances(c, count) for c, count in zip(candidates, counts, strict=True)]
         proposal = self._proposal_seconds(times, counts)
         step_seconds = times.verify[num_drafts] + proposal if num_drafts else times.plain
         rate = (num_seqs + sum(map(sum, chances))) / step_seconds
-        row_seconds = (times.verify[num_drafts + further] - times.verify[num_drafts]) / further
-        row_tokens = max(0.0, rate * row_seconds)
+        # As steps go with so many rows: what one more takes beyond them says nothing of those that are replaced.
+        row_tokens = max(0.0, rate * (times.verify[num_rows] - times.verify[0]) / num_rows) if num_rows else 0.0
         share = rate * proposal / max(1, sum(map(bool, counts)))
         rules = [
-            StopRule.of(of.acceptance, [of.request(c.sequence) for c in candidates], row_tokens, 0.0)
+            of.calibrated(StopRule.of(of.acceptance, [of.request(c.sequence) for c in candidates], row_tokens, 0.0))
             for of in self.lookups
         ]
         return [
-            LookupChoice(c.most, max(0.0, sum(of) - len(of) * row_tokens - share) if of else 0.0, rules, row)
-            if c.most
+            LookupChoice(depth, max(0.0, sum(of) - len(of) * row_tokens - share) if of else 0.0, rules, row)
+            if depth
             else None
-            for row, (c, of) in enumerate(zip(candidates, chances, strict=True))
+            for row, (depth, of) in enumerate(zip(most, chances, strict=True))
         ]
+
+    def _depths(self, candidates: Sequence[Candidate], times: StepTimes) -> list[int]:
+        """How deep lookups' drafts are worth their rows where they stand as they mostly do; 1 at least."""
+        chance = max(_CONFIDENT, *(of.acceptance.mean for of in self.lookups))
+        chances = [[chance ** (1 + j) for j in range(c.most)] for c in candidates]
+        counts = select(chances, times.verify).counts
+        return [min(c.most, max(1, count)) for c, count in zip(candidates, counts, strict=True)]
 
     def _chances(self, candidate: Candidate, count: int) -> Sequence[float]:
         """Of so many drafts of the model's."""
@@ -138,11 +149,37 @@ class CombinedController(MeasuringController):
 
 
 class _LookupAcceptance:
-    """How the drafts of a lookup fare."""
+    """How the drafts of a lookup fare.
+
+    What a lookup says is a count, of texts that may be few: it can be far from how often its drafts stand, in the same
+    direction for all. Gradient descent takes hundreds of outcomes for that. So what they have in common is heard at
+    once: by how much, in logits, what was expected of the last ones falls short of what came, in the mean.
+    """
 
     def __init__(self) -> None:
         self.acceptance = AcceptanceModel()
         self.requests: dict[Hashable, RequestAcceptance] = {}
+        self._num_seen = self._num_expected = self._num_stood = 0.0  # drafts, older ones for less
+
+    def observe(self, sequence: Hashable, num_accepted: int, num_rejected: int, evidence: Sequence[float]) -> None:
+        """See Controller.observe_lookup."""
+        request, num_drafts = self.request(sequence), num_accepted + num_rejected
+        rule = StopRule.of(self.acceptance, [request], 0.0, 0.0)
+        for j in range(num_drafts):
+            expected = rule.chance(1.0, j, evidence[j], 0)
+            self._num_seen = _FORGETTING * self._num_seen + 1.0
+            self._num_expected = _FORGETTING * self._num_expected + expected
+            self._num_stood = _FORGETTING * self._num_stood + (j < num_accepted)
+        self.acceptance.observe(request, num_accepted, num_rejected, evidence)
+
+    def calibrated(self, rule: StopRule) -> StopRule:
+        """The rule with what all outcomes have in common."""
+        if not self._num_seen:
+            return rule
+        expected = self._num_expected / self._num_seen
+        stood = (self._num_stood + _PRIOR_DRAFTS * expected) / (self._num_seen + _PRIOR_DRAFTS)
+        offset = logit(stood) - logit(expected)
+        return replace(rule, leads=[lead + offset for lead in rule.leads])
 
     @property
     def num_requests(self) -> int:

@@ -10,6 +10,7 @@ from transformers import AutoConfig
 from specpaged import LLM, SamplingParams
 from specpaged.drafting.combined import CombinedDrafter
 from specpaged.paging.page_table import DRAFT
+from specpaged.speculation.controller import Plan
 from specpaged.speculation.lookup_choice import LookupChoice
 from specpaged.testing.heads import write_clover, write_eagle3
 from tests import toys
@@ -252,3 +253,27 @@ def test_ranks_agree_on_who_may_look_up_and_choose_alike(toy_pair):
     assert llm.metrics.failed_steps == llm.metrics.failed_proposals == 0
     assert choices
     assert all(not choice.rules and choice.least >= k / 2 for choice, k in choices)
+
+
+def test_whoever_stays_keeps_its_choice_and_who_comes_asks_for_one(toy_pair):
+    llm = make_llm(toy_pair, speculative={"num_speculative_tokens": "auto"} | METHODS["draft model, ngram"])
+    planner, asked = llm.engine.speculative_step.planner, []
+
+    def plan(candidates, num_steps):
+        asked.append(len(candidates))
+        choices = [LookupChoice(1 + i) for i, _ in enumerate(candidates)]
+        return Plan([0] * len(candidates), num_steps=64, lookups=choices)
+
+    planner.controller.plan = plan
+    for i, prompt in enumerate(toys.prompts(3)):
+        llm.engine.add_request(str(i), prompt["prompt_token_ids"], GREEDY)
+    for _ in range(3):
+        llm.engine.step()
+    sequences = list(planner._sequences)
+    asked.clear()
+    planner.forget(sequences[1])
+    kept = planner.plan([sequences[0], sequences[2]]).lookups
+    assert [choice.num_tokens for choice in kept] == [1, 3]
+    assert not asked
+    planner.plan(sequences)
+    assert asked == [3]

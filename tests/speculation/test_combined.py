@@ -87,6 +87,14 @@ def test_each_lookup_is_calibrated_by_its_own_outcomes_alone():
     assert after.least == pytest.approx(before.least, rel=0.2)  # nor is the model's
 
 
+def test_what_a_lookup_says_too_low_of_all_is_found_out_after_some_outcomes():
+    of, evidence = controller(None, 1), [logit(0.5)] * 4
+    before = of.plan([Candidate("a", MOST)]).lookups[0].choose([evidence])[1]
+    for _ in range(10):
+        of.observe_lookup(0, "b", 4, 0, evidence)
+    assert before < of.plan([Candidate("a", MOST)]).lookups[0].choose([evidence])[1] == 4
+
+
 def test_who_has_ended_is_forgotten_by_all():
     of = controller()
     choices(of, "ab")
