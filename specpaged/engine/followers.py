@@ -7,15 +7,15 @@ from collections.abc import Sequence as SequenceOf
 from specpaged.engine.sequence import Sequence
 
 _IDLE = 48  # steps without a draft planned, behind which a sequence is followed no more
-_FRUITLESS, _ONE_OF = 2, 12  # sequences in a row that came to that; from then on one of so many is followed
+_FRUITLESS, _ONE_OF = 2, 12  # sequences in a row that had none at all; from then on one of so many is followed
 
 
 class Followers:
     """Hidden states do not come again: who is not followed drafts no more, and costs what plain decoding does.
 
-    A sequence whose plans have been without drafts for long is given up. Where several in a row were, and never had
-    any, of new ones most are not followed from the start: following costs as much as a drafter's first pass does, for
-    each token. Any plan with drafts makes all new ones welcome again.
+    A sequence whose plans have been without drafts for long is given up. Where several in a row never had any, up to
+    then or to their end, of new ones most are not followed from the start: following costs as much as a drafter's first
+    pass does, for each token. Any plan with drafts makes all new ones welcome again.
     """
 
     def __init__(self) -> None:
@@ -42,12 +42,12 @@ class Followers:
                 self._idle[sequence] = idle = 0 if idle is None else idle + num_steps
                 if idle > _IDLE:
                     sequence.max_draft_tokens = 0
-                    self._num_fruitless += sequence not in self._have_drafted
                     self.forget(sequence)
 
     def forget(self, sequence: Sequence) -> None:
-        """It has ended, or is followed no more."""
-        self._idle.pop(sequence, None)
+        """It has ended, or given up its KV, or is followed no more."""
+        if self._idle.pop(sequence, None) is not None:
+            self._num_fruitless += sequence not in self._have_drafted
         self._have_drafted.discard(sequence)
 
     @property

@@ -84,5 +84,6 @@ def test_requests_that_are_given_up_come_out_the_same_and_heads_run_no_more_of_t
     assert step.planner.followers.num_followed == 0
     num_calls = len(proposed)
     assert token_ids(generate(llm, prompts, params)) == expected
-    assert len(proposed) <= 2 * num_calls  # of twice as many requests, most are not followed
+    followed = {row.sequence for rows in proposed[num_calls:] for row in rows}
+    assert len(followed) <= 2  # of 18 sequences, as a request with two is a trial at most
     assert llm.metrics.failed_proposals == 0
