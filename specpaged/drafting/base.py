@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
+from typing_extensions import override
 
 from specpaged.drafting.draft import Draft
 from specpaged.modeling.forward_output import HiddenStates, HiddenStatesRequest
@@ -104,3 +105,21 @@ class Drafter(Protocol):
         Of a sequence that was never proposed for, too.
         """
         return
+
+
+class ModelDrafter(Drafter):
+    """One that runs a model."""
+
+    runner: ModelRunner
+
+    @property
+    @override
+    def stops(self) -> bool:
+        """Where it decodes greedily, in one call: nobody waits for a device to know."""
+        return self.runner.runs_greedy(1)
+
+    @property
+    @override
+    def in_rounds(self) -> ModelRunner | None:
+        """Its model, where that decodes greedily in one call."""
+        return self.runner if self.stops else None

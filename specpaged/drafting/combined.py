@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 from typing_extensions import override
 
@@ -44,7 +45,7 @@ class CombinedDrafter(Drafter):
     def stops(self) -> bool:
         return self.model is not None and self.model.stops
 
-    @property
+    @cached_property
     @override
     def in_rounds(self) -> Together | None:
         """All of them, where each may be part of a call."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from specpaged.drafting.base import DraftRow
+from specpaged.drafting.base import DraftRow, ModelDrafter
 from specpaged.drafting.draft import NO_DRAFT, Draft
 from specpaged.drafting.draft_steps import DraftSteps
 from specpaged.modeling.forward_output import DraftedTokens, GreedyTokens
@@ -19,7 +19,7 @@ from specpaged.sampling.batch import SamplingBatch
 from specpaged.speculation.stop_rule import StopRule
 
 
-class DraftModelDrafter:
+class DraftModelDrafter(ModelDrafter):
     """Proposes by decoding the draft model: one ragged pass over what it has not seen, then one token each.
 
     One sequence with k = 3 whose draft KV lacks the last two known tokens x y:
@@ -37,18 +37,6 @@ class DraftModelDrafter:
         self.vocab_size = vocab_size
         self.max_num_batched_tokens = max_num_batched_tokens
         self.with_probs = with_probs
-
-    @property
-    @override
-    def stops(self) -> bool:
-        """Where it decodes greedily, in one call: nobody waits for a device to know."""
-        return self.runner.runs_greedy(1)
-
-    @property
-    @override
-    def in_rounds(self) -> ModelRunner | None:
-        """Its model, where that decodes greedily in one call."""
-        return self.runner if self.stops else None
 
     @override
     def propose(
@@ -88,10 +76,6 @@ class DraftModelDrafter:
             looked = self._sampled_back(logits[len(drafting) :], looking, sampling)
             self._sample(logits[: len(drafting)], steps, sampling, drafts)
         return self._looked_back(drafts, looking, looked.tolist())
-
-    @override
-    def forget(self, sequence: Hashable) -> None:
-        pass  # its KV is the page table's
 
     def _in_one_call(
         self,

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from specpaged.drafting.base import Drafter, DraftRow
+from specpaged.drafting.base import DraftRow, ModelDrafter
 from specpaged.drafting.draft import NO_DRAFT, Draft
 from specpaged.drafting.draft_steps import DraftSteps
 from specpaged.modeling.forward_output import DraftedTokens, Features, ForwardOutput, HiddenStatesRequest
+from specpaged.modeling.heads.cpp_heads import num_draftable
 from specpaged.modeling.model_runner import ModelRunner
 from specpaged.modeling.ragged_batch import RaggedBatch, RaggedRow, pack
 from specpaged.sampling.batch import SamplingBatch
@@ -21,7 +22,7 @@ from specpaged.speculation.stop_rule import StopRule
 _OWN = HiddenStatesRequest(last=True)  # what a pass hands to the next one
 
 
-class HeadsDrafter(Drafter):
+class HeadsDrafter(ModelDrafter):
     """Proposes by heads: one ragged pass over the tokens behind what the target has just run, then one token each.
 
     One sequence with k = 3 of which the target has just run x y, and the token z is known behind them:
@@ -38,26 +39,12 @@ class HeadsDrafter(Drafter):
     def __init__(self, runner: ModelRunner, vocab_size: int, with_probs: bool):
         self.runner = runner
         self.with_probs = with_probs
-        decoder, num_rows = runner.model.decoder, runner.model.vocab_size
+        decoder = runner.model.decoder
         self.hidden_states = decoder.config.hidden_states
         self._recurs = getattr(decoder, "recur", None) is not None
         # Of the heads' own vocabulary, those that may be sampled; and which tokens of the target these are.
         self._target_ids: Tensor | None = decoder.target_ids
-        self._vocab_size, self._num_ids = vocab_size, min(num_rows, vocab_size)
-        if self._target_ids is not None:
-            self._num_ids = int((self._target_ids < vocab_size).sum())
-
-    @property
-    @override
-    def stops(self) -> bool:
-        """Where they decode greedily, in one call: nobody waits for a device to know."""
-        return self.runner.runs_greedy(1)
-
-    @property
-    @override
-    def in_rounds(self) -> ModelRunner | None:
-        """They themselves, where they decode greedily in one call."""
-        return self.runner if self.stops else None
+        self._vocab_size, self._num_ids = vocab_size, num_draftable(decoder, vocab_size)
 
     @override
     def propose(
@@ -85,10 +72,6 @@ class HeadsDrafter(Drafter):
         else:
             self._sample(found, steps, sampling, drafts)
         return drafts
-
-    @override
-    def forget(self, sequence: Hashable) -> None:
-        pass  # its KV is the page table's
 
     @staticmethod
     def _first_pass(rows: Sequence[DraftRow]) -> tuple[list[RaggedRow], Tensor]:

@@ -47,7 +47,7 @@ def run_target(
         rows.append(_ragged_row(entry, reads, of_prompt))
         of_prompts |= of_prompt
         num_rows += len(rows[-1].token_ids)
-    if not any(row.num_hidden for row in rows):
+    if hidden is not None and not any(row.num_hidden for row in rows):
         hidden = None
     if argmax and hidden is None and not of_prompts and target.runs_greedy(num_rows):
         return TargetPass(target.greedy(rows, vocab_size)[0], {}, {})

@@ -7,6 +7,7 @@ import math
 import weakref
 from array import array
 from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ from specpaged_kernels.cpu import decoder as kernel
 from specpaged_kernels.cpu.library import STORAGE, check_status, check_tensor
 from specpaged_kernels.cpu.paged_attention import Pass
 
+T = TypeVar("T")
+
 
 class Pools:
     """The KV pools of a model's layers, which are looked at once, and again when they are others."""
@@ -31,6 +34,7 @@ class Pools:
         self.kv_dtype = dtype
         self._seen: list[tuple[weakref.ref, int]] = []  # the pools of the last pass, and their addresses
         self._geometries: dict[tuple[int, int, int], Pass] = {}  # on these pools
+        self._kept: dict[tuple[int, int], Any] = {}  # by the id of a geometry, one of these, and a number of ids
 
     def addresses(self, kv_layers: Sequence[Tensor]) -> ctypes.Array:
         """Of each layer's pool. Raises ValueError where they are none of the model's."""
@@ -42,7 +46,7 @@ class Pools:
             kv_dtype = kv_layers[0].dtype if kv_layers[0].dtype in STORAGE else self.dtype
             for pool in kv_layers:
                 check_tensor("kv_layers", pool, shape, kv_dtype)
-            self.num_slots, self.kv_dtype, self._geometries = num_slots, kv_dtype, {}
+            self.num_slots, self.kv_dtype, self._geometries, self._kept = num_slots, kv_dtype, {}, {}
             self._seen = [(weakref.ref(pool), pool.data_ptr()) for pool in kv_layers]
             self._addresses = (ctypes.c_void_p * num_layers)(*(address for _, address in self._seen))
         return self._addresses
@@ -63,6 +67,14 @@ class Pools:
                 softcap=config.softcap or 0.0,
             )  # fmt: skip
         return geometry
+
+    def kept(self, kv_cache: PagedKVCache, num_ids: int, make: Callable[[], T]) -> T:
+        """What is made once of these pools for so many ids, and again when they are others."""
+        self.addresses(kv_cache.layers)
+        key = id(self.geometry(kv_cache)), num_ids
+        if key not in self._kept:
+            self._kept[key] = make()
+        return self._kept[key]
 
 
 def greedy(

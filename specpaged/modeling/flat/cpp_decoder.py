@@ -41,7 +41,6 @@ class CppDecoder(nn.Module):
         self._function = kernel.functions()[decoder.dtype]
         self._greedy_function = kernel.greedy_functions()[decoder.dtype]
         self._pools = Pools(config, decoder.dtype)
-        self._rounds_model: tuple[tuple[int, int, int], RoundsModel] | None = None
         self._layers = layer_structs(decoder.layers, rotations_of(decoder))
         self._struct = kernel.Decoder(
             len(decoder.layers), decoder.num_positions, config.vocab_size, config.hidden_size,
@@ -123,11 +122,11 @@ class CppDecoder(nn.Module):
 
     def rounds_model(self, kv_cache: PagedKVCache, num_ids: int) -> RoundsModel:
         """This decoder on these pools, of which it finds the first num_ids ids."""
-        key = id(self._pools.addresses(kv_cache.layers)), id(self._pools.geometry(kv_cache)), num_ids
-        if self._rounds_model is None or self._rounds_model[0] != key:
-            model = RoundsModel(self._greedy_function, self._struct, self._pools, kv_cache, num_ids)
-            self._rounds_model = key, model
-        return self._rounds_model[1]
+
+        def make() -> RoundsModel:
+            return RoundsModel(self._greedy_function, self._struct, self._pools, kv_cache, num_ids)
+
+        return self._pools.kept(kv_cache, num_ids, make)
 
     def _call(self, batch: RaggedBatch, num_rows: int) -> Pass:
         """Behind `_pools`: the pass is checked against the pools that this has seen."""

@@ -35,7 +35,6 @@ class CppHeads(nn.Module):
         flat, self.dtype = decoder.config.flat, decoder.dtype
         self._function = kernel.functions()[decoder.dtype]
         self._pools = Pools(flat, decoder.dtype)
-        self._rounds_model: tuple[tuple[int, int, int], RoundsModel] | None = None
         rotations = rotations_of(decoder)
         self._layers = layer_structs(decoder.layers, rotations)
         ends = decoder.ends
@@ -78,21 +77,25 @@ class CppHeads(nn.Module):
 
     def rounds_model(self, kv_cache: PagedKVCache, num_ids: int) -> RoundsModel:
         """These heads on these pools; of their own vocabulary those that the first num_ids ids of the target have."""
-        key = id(self._pools.addresses(kv_cache.layers)), id(self._pools.geometry(kv_cache)), num_ids
-        if self._rounds_model is None or self._rounds_model[0] != key:
-            num_own = self.config.flat.vocab_size
-            num_own = min(num_own, num_ids) if self.target_ids is None else int((self.target_ids < num_ids).sum())
-            model = RoundsModel(
-                self._function, self._struct, self._pools, kv_cache, num_own, self.config.hidden_states,
-                self.target_hidden_size, self.dtype,
+
+        def make() -> RoundsModel:
+            return RoundsModel(
+                self._function, self._struct, self._pools, kv_cache, num_draftable(self.decoder, num_ids),
+                self.config.hidden_states, self.target_hidden_size, self.dtype,
             )  # fmt: skip
-            self._rounds_model = key, model
-        return self._rounds_model[1]
+
+        return self._pools.kept(kv_cache, num_ids, make)
 
     @property
     def _num_features(self) -> int:
         reads = self.config.hidden_states
         return self.target_hidden_size * (reads.last + len(reads.layer_inputs))
+
+
+def num_draftable(decoder: nn.Module, num_ids: int) -> int:
+    """How many of the heads' own vocabulary, the first ones, are among the first num_ids ids of the target."""
+    target_ids = decoder.target_ids
+    return min(decoder.config.flat.vocab_size, num_ids) if target_ids is None else int((target_ids < num_ids).sum())
 
 
 def are_all_cpp(decoder: Eagle3Decoder | CloverDecoder) -> bool:
