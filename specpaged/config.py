@@ -44,6 +44,12 @@ class EngineConfig:
     One step of the engine runs up to `num_scheduler_steps` rounds where nothing is to be decided between them, which
     are then one call into the C++ kernels: all who run decode greedily, and the drafter is a model or a lookup.
 
+    With `device_round` a round runs on the device from its drafts to its tokens, without asking the host, who is one
+    round late: he reads a round while the next one runs, or with `synchronous` before he launches the next. It is off
+    by default: on CPUs there is nothing to gain, and on GPUs it has not been measured yet. It needs the flat decoder on
+    Triton's kernels. What it does not cover (prefill, adaptive K, lookups, heads, rejection sampling, log-probabilities
+    and logits that more than a temperature is done to) is the host's, as ever. Outputs are the same in every way.
+
     `schedule` and `rollback` are for studies; what comes out of a request is the same with all of them. `schedule`:
     "eqspec" runs fixed batches to their end; "exspec" holds a `window` of sequences (default: 48, or half as many again
     as max_num_seqs) and runs batches of equal length out of it, else its oldest (if `sort_by_length`, its shortest).
@@ -66,6 +72,8 @@ class EngineConfig:
     model_impl: str = "auto"
     enforce_eager: bool = False
     num_scheduler_steps: int = 4
+    device_round: bool = False
+    synchronous: bool = False
     schedule: str = "continuous"
     window: int | None = None
     sort_by_length: bool = False
@@ -87,6 +95,10 @@ class EngineConfig:
         check_bool("enable_prefix_caching", self.enable_prefix_caching)
         check_bool("enforce_eager", self.enforce_eager)
         check_bool("trust_remote_code", self.trust_remote_code)
+        check_bool("device_round", self.device_round)
+        check_bool("synchronous", self.synchronous)
+        if self.synchronous and not self.device_round:
+            raise ValueError("synchronous=True is for device_round=True alone; device_round=False")
         if self.max_model_len is not None:
             check_int("max_model_len", self.max_model_len, 2)
         if self.kv_cache_memory_bytes is not None:

@@ -13,8 +13,8 @@ from specpaged.chat import ChatRenderer, Conversation, conversations
 from specpaged.config import EMBEDDED_DRAFT, EMBEDDED_TARGET, EngineConfig
 from specpaged.drafting import get_drafter, require_drafter
 from specpaged.engine import kv_memory
+from specpaged.engine.build import engine_class
 from specpaged.engine.cost_probe import get_planner
-from specpaged.engine.engine import Engine
 from specpaged.engine.kv_layout import KVLayout
 from specpaged.engine.report import StartupReport
 from specpaged.engine.vocabulary import Vocabulary
@@ -68,7 +68,7 @@ class LLM:
         self.tokenizer = pair.tokenizer
         vocabulary = Vocabulary(pair.vocab_size, pair.eos_token_ids, pair.tokenizer)
         planner = get_planner(config, target, draft, drafter)
-        self.engine = Engine(
+        self.engine = engine_class(config, pair.models)(
             config,
             vocabulary,
             target,

@@ -233,10 +233,9 @@ def _reject_is_exact(scale: Scale) -> bool:
 
 def _pack_is_exact(scale: Scale) -> bool:
     int32 = {"dtype": torch.int32, "device": scale.device}
-    known = torch.arange(11, 18, device=scale.device)
     arguments = (
-        known, torch.tensor([0, 1, 6, 7], **int32), torch.arange(30, 42, device=scale.device).view(3, 4),
-        torch.tensor([4, 0, 2], **int32), torch.tensor([5, 1, 3], **int32), torch.tensor([1500, 0, 63], **int32),
+        torch.arange(3 * 1600, **int32).view(3, 1600),
+        torch.tensor([1500, 0, 63], **int32), torch.tensor([1505, 5, 66], **int32), torch.tensor([5, 1, 3], **int32),
         torch.randint(1, 99, (3, 120), **int32), 16, 20, 12, 40, 8, 1024,
     )  # fmt: skip
     got = pack(*arguments)

@@ -1,11 +1,12 @@
-"""Builds a ragged batch on the device, from what the host knows ahead of a step and the drafts that it need not see.
+"""Builds a ragged batch on the device, of tokens and lengths that the host need not know.
 
-Two sequences, S = 4: A has 5 tokens of context in blocks 2 7, runs one known token a and verifies drafts p q; B has no
-context, owns block 1 and prefills d e. Six rows of room:
+Each sequence runs its tokens from `starts` to `ends`: known ones, and drafts behind them. Two sequences, S = 4: A has 5
+tokens of context in blocks 2 7, and behind them a known token a and drafts p q; B has no context, owns block 1 and
+prefills d e. Six rows of room:
 
-    token_ids      a  p  q  d  e  0        cu_query_lens  0 3 5
-    positions      5  6  7  0  1  0        logits_idx     0 1 2 4    (A: the known token and both drafts; B: the last)
-    slot_mapping  29 30 31  4  5  0        cu_logits      0 3 4
+    token_ids      a  p  q  d  e  0        starts  5 0        cu_query_lens  0 3 5
+    positions      5  6  7  0  1  0        ends    8 2        logits_idx     0 1 2 4
+    slot_mapping  29 30 31  4  5  0        wanted  3 1        cu_logits      0 3 4
 """
 
 from __future__ import annotations
@@ -37,19 +38,18 @@ class Packed:
 
 @kernel()
 def _pack_kernel(
-    new_token_ids, cu_new_lens, drafts, num_drafts, num_logits, context_lens, page_table,
+    sequence_ids, starts, ends, num_logits, page_table,
     token_ids, positions, slot_mapping, cu_query_lens, logits_idx, cu_logits, item_seq, cu_items,
-    num_seqs, num_rows, max_logits, max_items, block_size, tokens, split_len, stride_drafts, stride_table,
+    num_seqs, num_rows, max_logits, max_items, block_size, tokens, split_len, stride_ids, stride_table,
     BLOCK_B: tl.constexpr, BLOCK_T: tl.constexpr, MAX_SPLIT_TOKENS: tl.constexpr,
 ):  # fmt: skip
     """One program per sequence, each with its own prefix sums, and one for the filler."""
     b = tl.program_id(0)
     idx = tl.arange(0, BLOCK_B)
     exists = idx < num_seqs
-    new_lens = tl.load(cu_new_lens + idx + 1, mask=exists, other=0) - tl.load(cu_new_lens + idx, mask=exists, other=0)
-    lens = new_lens + tl.load(num_drafts + idx, mask=exists, other=0)
-    contexts = tl.load(context_lens + idx, mask=exists, other=0)
-    splits = tl.where(lens <= MAX_SPLIT_TOKENS, tl.cdiv(contexts + lens, split_len), 1)
+    all_ends = tl.load(ends + idx, mask=exists, other=0)
+    lens = all_ends - tl.load(starts + idx, mask=exists, other=0)
+    splits = tl.where(lens <= MAX_SPLIT_TOKENS, tl.cdiv(all_ends, split_len), 1)
     items = tl.cdiv(lens, tokens) * splits
     logits = tl.load(num_logits + idx, mask=exists, other=0)
     row = tl.sum(tl.where(idx < b, lens, 0))
@@ -60,42 +60,39 @@ def _pack_kernel(
     tl.store(cu_logits + b, logit)
     steps = tl.arange(0, BLOCK_T)
     if b == num_seqs:
-        for start in range(row, num_rows, BLOCK_T):
-            filler = (start + steps) < num_rows
-            tl.store(token_ids + start + steps, tl.zeros([BLOCK_T], tl.int64), mask=filler)
-            tl.store(positions + start + steps, tl.zeros([BLOCK_T], tl.int64), mask=filler)
-            tl.store(slot_mapping + start + steps, tl.zeros([BLOCK_T], tl.int64), mask=filler)
-        for start in range(logit, max_logits, BLOCK_T):
-            tl.store(logits_idx + start + steps, tl.zeros([BLOCK_T], tl.int64), mask=(start + steps) < max_logits)
-        for start in range(item, max_items, BLOCK_T):
-            tl.store(item_seq + start + steps, tl.zeros([BLOCK_T], tl.int32), mask=(start + steps) < max_items)
+        for first in range(row, num_rows, BLOCK_T):
+            filler = (first + steps) < num_rows
+            tl.store(token_ids + first + steps, tl.zeros([BLOCK_T], tl.int64), mask=filler)
+            tl.store(positions + first + steps, tl.zeros([BLOCK_T], tl.int64), mask=filler)
+            tl.store(slot_mapping + first + steps, tl.zeros([BLOCK_T], tl.int64), mask=filler)
+        for first in range(logit, max_logits, BLOCK_T):
+            tl.store(logits_idx + first + steps, tl.zeros([BLOCK_T], tl.int64), mask=(first + steps) < max_logits)
+        for first in range(item, max_items, BLOCK_T):
+            tl.store(item_seq + first + steps, tl.zeros([BLOCK_T], tl.int32), mask=(first + steps) < max_items)
         return
-    first_new = tl.load(cu_new_lens + b)
-    new_len = tl.load(cu_new_lens + b + 1) - first_new
-    length = new_len + tl.load(num_drafts + b)
-    context = tl.load(context_lens + b)
-    for start in range(0, length, BLOCK_T):
-        t = start + steps
-        known = tl.load(new_token_ids + first_new + t, mask=t < new_len, other=0)
-        drafted = (t >= new_len) & (t < length)
-        draft = tl.load(drafts + b * stride_drafts + t - new_len, mask=drafted, other=0)
-        position = (context + t).to(tl.int64)
+    start = tl.load(starts + b)
+    length = tl.load(ends + b) - start
+    for first in range(0, length, BLOCK_T):
+        t = first + steps
+        exists = t < length
+        position = start.to(tl.int64) + t
+        token_id = tl.load(sequence_ids + b.to(tl.int64) * stride_ids + position, mask=exists, other=0).to(tl.int64)
         table = page_table + b.to(tl.int64) * stride_table
-        block = tl.load(table + position // block_size, mask=t < length, other=0).to(tl.int64)
+        block = tl.load(table + position // block_size, mask=exists, other=0).to(tl.int64)
         # Room is the host's to give, and lengths are known here alone: what does not fit is lost, not strewn.
-        stored = (t < length) & (row + t < num_rows)
-        tl.store(token_ids + row + t, tl.where(drafted, draft, known), mask=stored)
+        stored = exists & (row + t < num_rows)
+        tl.store(token_ids + row + t, token_id, mask=stored)
         tl.store(positions + row + t, position, mask=stored)
         tl.store(slot_mapping + row + t, block * block_size + position % block_size, mask=stored)
     wanted = tl.load(num_logits + b)
-    for start in range(0, wanted, BLOCK_T):
-        j = start + steps
+    for first in range(0, wanted, BLOCK_T):
+        j = first + steps
         stored = (j < wanted) & (logit + j < max_logits)
         tl.store(logits_idx + logit + j, (row + length - wanted + j).to(tl.int64), mask=stored)
     num_items = tl.sum(tl.where(idx == b, items, 0))
-    for start in range(0, num_items, BLOCK_T):
-        tl.store(item_seq + item + start + steps, tl.zeros([BLOCK_T], tl.int32) + b,
-                 mask=(start + steps < num_items) & (item + start + steps < max_items))  # fmt: skip
+    for first in range(0, num_items, BLOCK_T):
+        tl.store(item_seq + item + first + steps, tl.zeros([BLOCK_T], tl.int32) + b,
+                 mask=(first + steps < num_items) & (item + first + steps < max_items))  # fmt: skip
 
 
 BLOCKS = (64, 1024)  # sequences, the next of these
@@ -114,21 +111,19 @@ def _constants(block: int) -> dict[str, Any]:
 
 def variants() -> Iterator[Variant]:
     """All that `pack` launches."""
-    wide = ("new_token_ids", "drafts", "token_ids", "positions", "slot_mapping", "logits_idx")
-    narrow = ("cu_new_lens", "num_drafts", "num_logits", "context_lens", "page_table", "cu_query_lens", "cu_logits",
-              "item_seq", "cu_items")  # fmt: skip
+    wide = ("token_ids", "positions", "slot_mapping", "logits_idx")
+    narrow = ("sequence_ids", "starts", "ends", "num_logits", "page_table", "cu_query_lens", "cu_logits", "item_seq",
+              "cu_items")  # fmt: skip
     types = {name: "*i64" for name in wide} | {name: "*i32" for name in narrow}
     for block in BLOCKS:
         yield Variant(_pack_kernel, types, _constants(block))
 
 
 def pack(
-    new_token_ids: Tensor,  # [T] int64: known tokens to run, sequence after sequence
-    cu_new_lens: Tensor,  # [B + 1] int32
-    drafts: Tensor,  # [B, K] int64
-    num_drafts: Tensor,  # [B] int32: how many of the drafts are verified
+    sequence_ids: Tensor,  # [B, max_model_len] int32: the tokens of each sequence, from its first one on
+    starts: Tensor,  # [B] int32: tokens before the pass that have KV
+    ends: Tensor,  # [B] int32: those behind it; who has as many as before does not run
     num_logits: Tensor,  # [B] int32: of how many last rows of the sequence logits are wanted
-    context_lens: Tensor,  # [B] int32, before the pass
     page_table: Tensor,  # [B, max_blocks] int32, covering all that the pass writes
     block_size: int,
     num_rows: int,  # N, at least all tokens
@@ -137,28 +132,26 @@ def pack(
     tokens: int,  # query tokens of a program of paged_attention: Tiles.tokens(G)
     split_len: int,
 ) -> Packed:
-    """What `pack_ref` says; nothing waits for the device, which alone may know drafts and lengths."""
-    num_seqs, device = context_lens.shape[0], context_lens.device
+    """What `pack_ref` says; nothing waits for the device, which alone may know tokens and lengths."""
+    num_seqs, device = starts.shape[0], starts.device
     rows = [torch.empty(num_rows, dtype=torch.int64, device=device) for _ in range(3)]
     bounds = [torch.empty(num_seqs + 1, dtype=torch.int32, device=device) for _ in range(3)]
     logits_idx = torch.empty(max_logits, dtype=torch.int64, device=device)
     item_seq = torch.empty(max_items, dtype=torch.int32, device=device)
     _pack_kernel[(num_seqs + 1,)](
-        new_token_ids, cu_new_lens, drafts, num_drafts, num_logits, context_lens, page_table,
+        sequence_ids, starts, ends, num_logits, page_table,
         *rows, bounds[0], logits_idx, bounds[1], item_seq, bounds[2],
         num_seqs, num_rows, max_logits, max_items, block_size, tokens, split_len,
-        drafts.stride(0), page_table.stride(0), **_constants(_block(num_seqs)),
+        sequence_ids.stride(0), page_table.stride(0), **_constants(_block(num_seqs)),
     )  # fmt: skip
     return Packed(*rows, bounds[0], logits_idx, bounds[1], WorkList(item_seq, bounds[2]))
 
 
 def pack_ref(
-    new_token_ids: Tensor,
-    cu_new_lens: Tensor,
-    drafts: Tensor,
-    num_drafts: Tensor,
+    sequence_ids: Tensor,
+    starts: Tensor,
+    ends: Tensor,
     num_logits: Tensor,
-    context_lens: Tensor,
     page_table: Tensor,
     block_size: int,
     num_rows: int,
@@ -167,23 +160,21 @@ def pack_ref(
     tokens: int,
     split_len: int,
 ) -> Packed:
-    """Each sequence's known tokens, then its drafts, at the positions behind its context."""
+    """Each sequence's tokens from its start to its end, at the positions and in the slots that are theirs."""
     rows: list[tuple[int, int, int]] = []
     cu_query_lens, cu_logits, logits_idx = [0], [0], []
-    for b, context_len in enumerate(context_lens.tolist()):
-        ids = new_token_ids[int(cu_new_lens[b]) : int(cu_new_lens[b + 1])].tolist()
-        ids += drafts[b, : int(num_drafts[b])].tolist()
-        for position, token_id in enumerate(ids, context_len):
+    for b, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
+        for position in range(start, end):
             block = int(page_table[b, position // block_size])
-            rows.append((token_id, position, block * block_size + position % block_size))
+            rows.append((int(sequence_ids[b, position]), position, block * block_size + position % block_size))
         cu_query_lens.append(len(rows))
         logits_idx += range(len(rows) - int(num_logits[b]), len(rows))
         cu_logits.append(len(logits_idx))
     bounds = torch.tensor(cu_query_lens, dtype=torch.int32)
-    work_list = work_list_ref(bounds, context_lens, tokens, split_len)
+    work_list = work_list_ref(bounds, starts, tokens, split_len)
     padded = torch.tensor(rows + [(0, 0, 0)] * (num_rows - len(rows)), dtype=torch.int64)
     return Packed(
-        *padded.T,
+        *padded.view(-1, 3).T,
         bounds,
         torch.tensor(logits_idx + [0] * (max_logits - len(logits_idx)), dtype=torch.int64),
         torch.tensor(cu_logits, dtype=torch.int32),

@@ -24,6 +24,7 @@ from triton.compiler import ASTSource
 
 from specpaged_kernels import (
     accept,
+    decoding_round,
     limits,
     linear,
     lm_head,
@@ -36,7 +37,7 @@ from specpaged_kernels import (
 )
 from specpaged_kernels.jit import OPTIONS, Variant
 
-OPERATIONS = (paged_attention, store_kv, pack, accept, rejection, linear, lm_head, rms_norm, realign)
+OPERATIONS = (paged_attention, store_kv, pack, accept, rejection, linear, lm_head, rms_norm, realign, decoding_round)
 ARCHS = (80, 90)
 _RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+)")
 

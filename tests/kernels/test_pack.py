@@ -1,11 +1,17 @@
-"""Packing on the device, in Triton's interpreter."""
+"""Packing on the device, in Triton's interpreter; with SPECPAGED_ALL_BATCHES in the environment, of 1,000 batches."""
 
 import dataclasses
+import os
+import random
+from itertools import accumulate
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specpaged.modeling.attention.triton_pass import work_list_of
+from specpaged.modeling.ragged_batch import RaggedRow
+from specpaged.modeling.ragged_batch import pack as pack_on_host
 from specpaged_kernels.pack import pack, pack_ref
 
 
@@ -18,19 +24,19 @@ def assert_same(got, expected):
             assert torch.equal(ours, theirs), field.name
 
 
-def run_both(new_tokens, drafts, num_logits, contexts, page_table, block_size, room=0):
-    counts = [len(d) for d in drafts]
-    padded = torch.full((len(drafts), max([*counts, 1])), 77)  # what is behind num_drafts must not be read
-    for row, ids in zip(padded, drafts, strict=True):
+def run_both(sequences, starts, num_logits, page_table, block_size, room=0):
+    """`sequences` are all tokens of each; they run from `starts` to their ends."""
+    lengths = [len(ids) for ids in sequences]
+    padded = torch.full((len(sequences), max(map(len, sequences)) + 1), 77, dtype=torch.int32)
+    for row, ids in zip(padded, sequences, strict=True):
         row[: len(ids)] = torch.tensor(ids)
+    num_rows = sum(lengths) - sum(starts)
     arguments = (
-        torch.tensor([t for ids in new_tokens for t in ids]),
-        torch.tensor([0] + [len(ids) for ids in new_tokens]).cumsum(0).to(torch.int32),
         padded,
-        *(torch.tensor(x, dtype=torch.int32) for x in (counts, num_logits, contexts)),
+        *(torch.tensor(x, dtype=torch.int32) for x in (starts, lengths, num_logits)),
         page_table,
         block_size,
-        sum(map(len, new_tokens)) + sum(counts) + room,
+        num_rows + room,
         sum(num_logits) + room,
         60 + room,
         8,
@@ -43,7 +49,7 @@ def run_both(new_tokens, drafts, num_logits, contexts, page_table, block_size, r
 
 def test_the_worked_example_of_the_docstring():
     table = torch.tensor([[2, 7], [1, 0]], dtype=torch.int32)
-    got = run_both([[10], [14, 15]], [[11, 12], []], [3, 1], [5, 0], table, 4, room=1)
+    got = run_both([[1, 2, 3, 4, 5, 10, 11, 12], [14, 15]], [5, 0], [3, 1], table, 4, room=1)
     assert got.token_ids.tolist() == [10, 11, 12, 14, 15, 0]
     assert got.positions.tolist() == [5, 6, 7, 0, 1, 0]
     assert got.slot_mapping.tolist() == [29, 30, 31, 4, 5, 0]
@@ -56,18 +62,49 @@ def test_the_worked_example_of_the_docstring():
 @given(data=st.data())
 def test_kernel_equals_its_reference(data):
     num_seqs = data.draw(st.integers(1, 5))
-    lens = data.draw(st.lists(st.sampled_from([1, 2, 9, 17, 70]), min_size=num_seqs, max_size=num_seqs))
-    counts = data.draw(st.lists(st.integers(0, 7), min_size=num_seqs, max_size=num_seqs))
+    lens = data.draw(st.lists(st.sampled_from([0, 1, 2, 9, 17, 70]), min_size=num_seqs, max_size=num_seqs))
     contexts = data.draw(st.lists(st.integers(0, 100), min_size=num_seqs, max_size=num_seqs))
-    wanted = [data.draw(st.sampled_from([0, k + 1, n + k])) for n, k in zip(lens, counts, strict=True)]
+    wanted = [data.draw(st.sampled_from([0, min(1, n), n])) for n in lens]
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
     block_size = data.draw(st.sampled_from([16, 64]))
-    width = max(-(-(c + n + k) // block_size) for c, n, k in zip(contexts, lens, counts, strict=True))
+    width = max(1, *(-(-(c + n) // block_size) for c, n in zip(contexts, lens, strict=True)))
     table = torch.randint(1, 2**27, (num_seqs, width), generator=generator, dtype=torch.int32)  # slots need int64
-    new_tokens, drafts = (
-        [torch.randint(0, 999, (n,), generator=generator).tolist() for n in numbers] for numbers in (lens, counts)
-    )
-    run_both(new_tokens, drafts, wanted, contexts, table, block_size, room=data.draw(st.integers(0, 3)))
+    sequences = [
+        torch.randint(0, 999, (c + n,), generator=generator).tolist() for c, n in zip(contexts, lens, strict=True)
+    ]
+    run_both(sequences, contexts, wanted, table, block_size, room=data.draw(st.integers(0, 3)))
+
+
+ROWS = st.lists(  # (context, tokens, of how many of them logits are wanted)
+    st.tuples(st.integers(0, 40), st.integers(1, 9), st.integers(0, 9)), min_size=1, max_size=3
+)
+
+
+@settings(max_examples=1000 if "SPECPAGED_ALL_BATCHES" in os.environ else 60)
+@given(rows=ROWS, seed=st.integers(0, 2**20))
+def test_a_batch_of_the_device_is_the_hosts_in_every_field(rows, seed):
+    """`specpaged.modeling.ragged_batch.pack` of the same sequences, whose tokens and blocks are random."""
+    draw = random.Random(seed)
+    shares = [
+        RaggedRow([draw.randrange(9999) for _ in range(n)], context, draw.sample(range(1, 99), -(-(context + n) // 16)),
+                  min(wanted, n))
+        for context, n, wanted in rows
+    ]  # fmt: skip
+    host = pack_on_host(shares, 16)
+    sequence_ids = torch.full((len(shares), 64), -1, dtype=torch.int32)
+    for own, row in zip(sequence_ids, shares, strict=True):
+        own[row.context_len : row.context_len + len(row.token_ids)] = torch.tensor(row.token_ids)
+    lens = torch.tensor([len(row.token_ids) for row in shares], dtype=torch.int32)
+    num_logits = torch.tensor([row.num_logits for row in shares], dtype=torch.int32)
+    work_list = work_list_of(host, 4, 32)
+    got = pack(
+        sequence_ids, host.context_lens, host.context_lens + lens, num_logits, host.page_table, 16,
+        host.num_tokens, len(host.logits_idx), len(work_list.item_seq), 4, 32,
+    )  # fmt: skip
+    for name in ("token_ids", "positions", "slot_mapping", "cu_query_lens", "logits_idx"):
+        assert torch.equal(getattr(got, name), getattr(host, name)), name
+    assert_same(got.work_list, work_list)
+    assert got.cu_logits.tolist() == [0, *accumulate(host.num_logits)]
 
 
 def test_what_has_no_room_is_lost_and_not_strewn(monkeypatch):
@@ -80,12 +117,10 @@ def test_what_has_no_room_is_lost_and_not_strewn(monkeypatch):
         guarded.append((memory, size))
         return memory[:size]
 
-    new_tokens, contexts = torch.arange(30), torch.tensor([40, 3], dtype=torch.int32)
-    lens = torch.tensor([0, 20, 30], dtype=torch.int32)
+    starts, ends = (torch.tensor(x, dtype=torch.int32) for x in ([40, 3], [60, 13]))
     table = torch.arange(1, 9, dtype=torch.int32).view(2, 4)
-    zeros = torch.zeros(2, dtype=torch.int32)
-    drafts, wanted = torch.zeros(2, 1, dtype=torch.int64), torch.tensor([5, 6], dtype=torch.int32)
-    arguments = (new_tokens, lens, drafts, zeros, wanted, contexts, table, 16)
+    wanted = torch.tensor([5, 6], dtype=torch.int32)
+    arguments = (torch.arange(128, dtype=torch.int32).view(2, 64), starts, ends, wanted, table, 16)
     whole = pack_ref(*arguments, 30, 11, 5, 8, 32)
     assert len(whole.work_list.item_seq) == int(whole.work_list.cu_items[-1]) == 5
     monkeypatch.setattr(torch, "empty", empty)

@@ -17,6 +17,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from specpaged import LLM, SamplingParams
 from specpaged_kernels import limits
 from specpaged_kernels.accept import Written, accept, sample
+from specpaged_kernels.decoding_round import Rows, noise_keys, plan_round, settle_round, store_drafts
 from specpaged_kernels.jit import TYPES
 from specpaged_kernels.linear import linear
 from specpaged_kernels.lm_head import lm_head
@@ -169,7 +170,15 @@ def test_operations_launch_nothing_that_is_not_in_the_table(dtype, monkeypatch):
     for probs in (None, torch.zeros(3, 9000)):
         reject(logits, drafts, cu_rows, probs, torch.zeros(5, dtype=torch.float64), keys, keys)
     table = torch.zeros(2, 4, dtype=torch.int32)
-    pack(torch.arange(4), cu_rows[[0, 1, 2]], drafts, ints, ints, ints, table, 16, 8, 4, 4, 8, 1024)
+    pack(torch.zeros(2, 64, dtype=torch.int32), ints, ints, ints, table, 16, 8, 4, 4, 8, 1024)
+    rows = Rows(torch.zeros(2, 64, dtype=torch.int32), *(ints.clone() for _ in range(5)))
+    plan_round(rows, 3)
+    store_drafts(rows, torch.zeros(5, dtype=torch.int64), cu_rows, 1)
+    noise_keys(rows, torch.zeros(2, 2, dtype=torch.int32), ints, ints, cu_rows, 5, 0)
+    settle_round(
+        rows, torch.zeros(5, dtype=torch.int64), torch.ones(5, dtype=torch.bool), cu_rows,
+        torch.zeros(2, 8, dtype=torch.int32),
+    )  # fmt: skip
     assert launches.keys <= table_keys()
     assert launches.unaligned == set()
     assert {k[0] for k in launches.keys} == {k[0] for k in table_keys()}

@@ -93,6 +93,21 @@ class StaticPass(TritonPass):
         return self._static
 
 
+class PackedPass(TritonPass):
+    """A pass of a batch that was packed on the device, with the work list that came of it.
+
+    A flat decoder's layers have one geometry, so that one list serves all of them.
+    """
+
+    def __init__(self, batch: RaggedBatch, num_rows: int, kv_layers: Sequence[Tensor], work_list: WorkList):
+        super().__init__(batch, num_rows, kv_layers)
+        self._packed = work_list
+
+    @override
+    def _work_list(self, tokens: int, split_len: int) -> WorkList:
+        return self._packed
+
+
 def work_list_of(batch: RaggedBatch, tokens: int, split_len: int) -> WorkList:
     """A batch's, on the host: from its copies of the lengths there, so that nothing waits for the device."""
     lengths = torch.tensor(batch.query_lens, dtype=torch.int32)
