@@ -3,7 +3,8 @@
 It ends in a table and one line of JSON, and writes that line to benchmarks/results/device-<name>-<date>.json. With
 --loop it runs the engine on a synthetic pair of 8 B and 0.6 B parameters instead, in under 9 minutes, and writes
 device-loop-<name>-<date>.json and a picture. With --smoke it tries itself on tiny shapes, without a GPU: no figure of
-speed, and no file.
+speed, and no file. With --model it adds up, on any machine, what the kernels' bytes, flops and launches are on a named
+GPU, whose constants are inputs, and draws where speculation pays; --check holds the sums against this CPU's passes.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import re
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.device import attention_speed, exactness, kernel_errors, linear_speed, loop, rollback
+from benchmarks.device import attention_speed, exactness, kernel_errors, linear_speed, loop, model, rollback
+from benchmarks.device.pass_model import GPUS
 from benchmarks.device.scale import FULL, SMOKE, Scale
 from benchmarks.device.timing import Timer
 from benchmarks.environment import ROOT, environment
@@ -39,7 +42,17 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON file")
     parser.add_argument("--smoke", action="store_true", help="tiny shapes in Triton's interpreter, nothing is timed")
     parser.add_argument("--loop", action="store_true", help="the engine end to end, on a synthetic pair")
+    of_model = parser.add_argument_group("--model", "a model of a GPU, never a measurement")
+    of_model.add_argument("--model", action="store_true", help="where speculation pays, by bytes, flops and launches")
+    of_model.add_argument("--gpu", choices=sorted(GPUS), default="H100-SXM", help="whose stated constants (default)")
+    of_model.add_argument("--bandwidth", type=float, help="bytes/s, in place of the GPU's own")
+    of_model.add_argument("--flops", type=float, help="flops/s likewise")
+    of_model.add_argument("--launch", type=float, help="seconds of a launch likewise")
+    of_model.add_argument("--share", type=float, default=0.75, help="of bandwidth and flops that kernels reach")
+    of_model.add_argument("--check", action="store_true", help="measure this CPU's passes beside the same sums")
     options = parser.parse_args(arguments)
+    if options.model:
+        return _model(options)
     if options.smoke != limits.interpreted():
         parser.error("--smoke and TRITON_INTERPRET=1 go together: the interpreter times nothing")
     if not options.smoke and not torch.cuda.is_available():
@@ -76,8 +89,34 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     return result
 
 
+def _model(options: argparse.Namespace) -> dict[str, Any]:
+    """The sums, as a table, a picture and a line of JSON."""
+    stated = {
+        "bytes_per_second": options.bandwidth,
+        "flops_per_second": options.flops,
+        "launch_seconds": options.launch,
+    }
+    machine = replace(GPUS[options.gpu], **{name: value for name, value in stated.items() if value is not None})
+    if not 0 < options.share <= 1:
+        raise ValueError(f"share={options.share!r} must be in (0, 1]")
+    result = model.run(machine, options.share)
+    if options.check:
+        result["this CPU"] = model.check() | {"environment": environment(torch.get_num_threads())}
+    options.out.mkdir(parents=True, exist_ok=True)
+    path = options.out / f"device-model-{options.gpu.lower()}.json"
+    path.write_text(json.dumps(result) + "\n")
+    model.draw(result, path.with_suffix(".png"))
+    console.print(model.table(result))
+    if options.check:
+        console.print_json(data=result["this CPU"])
+    print(json.dumps({"is": result["is"], "inputs": result["inputs"], "file": path.name}))
+    return result
+
+
 def succeeded(result: dict[str, Any]) -> bool:
     """Whether every section ran and every check of exactness holds."""
+    if "cells" in result:  # a model: there is nothing to succeed at
+        return True
     if any("failed" in section for section in result.values()):
         return False
     if "loop" in result:
