@@ -74,13 +74,13 @@ def _pack_kernel(
     length = tl.load(ends + b) - start
     for first in range(0, length, BLOCK_T):
         t = first + steps
-        exists = t < length
+        runs = t < length
         position = start.to(tl.int64) + t
-        token_id = tl.load(sequence_ids + b.to(tl.int64) * stride_ids + position, mask=exists, other=0).to(tl.int64)
+        token_id = tl.load(sequence_ids + b.to(tl.int64) * stride_ids + position, mask=runs, other=0).to(tl.int64)
         table = page_table + b.to(tl.int64) * stride_table
-        block = tl.load(table + position // block_size, mask=exists, other=0).to(tl.int64)
+        block = tl.load(table + position // block_size, mask=runs, other=0).to(tl.int64)
         # Room is the host's to give, and lengths are known here alone: what does not fit is lost, not strewn.
-        stored = exists & (row + t < num_rows)
+        stored = runs & (row + t < num_rows)
         tl.store(token_ids + row + t, token_id, mask=stored)
         tl.store(positions + row + t, position, mask=stored)
         tl.store(slot_mapping + row + t, block * block_size + position % block_size, mask=stored)
