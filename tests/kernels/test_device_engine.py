@@ -1,44 +1,308 @@
-"""Rounds that the device runs by itself, with the host one round late, in Triton's interpreter."""
+"""An engine whose rounds the device runs by itself, with the host one round late. On the kernels' references."""
+
+from __future__ import annotations
+
+import os
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from specpaged import LLM, SamplingParams
+from specpaged.modeling import device_round
+from specpaged.modeling.copies import Copies, Reading
 from tests import toys
 from tests.kernels import references
+from tests.kernels.test_cuda_graphs import Kept
 
+MAX_MODEL_LEN, BLOCK_SIZE = 96, 16
 GREEDY = SamplingParams(temperature=0.0, max_tokens=7, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=0.8, seed=3, max_tokens=6, ignore_eos=True)
+PROMPTS = toys.prompts(3, seed=5, longest=24)
+WHOLE: dict[tuple[int, float], list] = {}  # what comes without a stop
 
 
-def make(pair: toys.Pair, k: int = 2, device_round: bool = True, **arguments) -> LLM:
-    defaults = {"max_model_len": 64, "max_num_seqs": 3, "max_num_batched_tokens": 32, "attention_backend": "triton"}
+@pytest.fixture(scope="module", autouse=True)
+def _references():
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        references.put_in_place(monkeypatch)
+        yield
+
+
+def make(pair: toys.Pair, k: int = 2, device_round: bool = True, speculative=None, **arguments) -> LLM:
+    speculative = speculative or {"model": pair.draft, "num_speculative_tokens": k}
+    defaults = {"max_num_seqs": 3, "max_num_batched_tokens": 32, "attention_backend": "triton"}
     return LLM(
         pair.target,
-        speculative_config={"model": pair.draft, "num_speculative_tokens": k} if k else None,
+        speculative_config=speculative if k else None,
         device_round=device_round,
+        max_model_len=MAX_MODEL_LEN,
         **(defaults | arguments),
     )
 
 
-def token_ids(llm: LLM, prompts, params) -> list[list[list[int]]]:
+def generate(llm: LLM, prompts, params):
     outputs = llm.generate(prompts, params, use_tqdm=False)
     llm.engine.check_integrity()
     assert llm.engine.allocator.num_held == 0
     assert [output.error for output in outputs] == [None] * len(outputs)
-    return [[completion.token_ids for completion in output.outputs] for output in outputs]
+    return [[(c.token_ids, c.text, c.finish_reason, c.stop_reason) for c in output.outputs] for output in outputs]
 
 
 @pytest.fixture(scope="module")
-def plain(toy_pair):
-    return LLM(toy_pair.target, attention_backend="torch", max_model_len=64)
+def plain(tokenizer_pair, _references):
+    return make(tokenizer_pair, k=0, device_round=False)
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["synchronous", "late"])
+def device_llm(request, tokenizer_pair, _references):
+    return make(tokenizer_pair, 3, synchronous=request.param, enable_prefix_caching=True)
 
 
 @pytest.mark.parametrize("synchronous", [True, False])
 @pytest.mark.parametrize("k", [0, 2])
-def test_outputs_are_those_of_plain_decoding(toy_pair, plain, k, synchronous, monkeypatch):
-    references.put_in_place(monkeypatch)
-    prompts, params = toys.prompts(3, seed=5, longest=24), [GREEDY, SAMPLED, GREEDY]
-    llm = make(toy_pair, k, synchronous=synchronous)
-    assert token_ids(llm, prompts, params) == token_ids(plain, prompts, params)
+def test_outputs_are_those_of_plain_decoding(tokenizer_pair, plain, k, synchronous):
+    params = [GREEDY, SAMPLED, GREEDY]
+    llm = make(tokenizer_pair, k, synchronous=synchronous)
+    assert generate(llm, PROMPTS, params) == generate(plain, PROMPTS, params)
     assert llm.metrics.steps > sum(llm.engine.host_steps.values())
     assert not k or 0 < llm.metrics.accepted_tokens < llm.metrics.draft_tokens
+
+
+@settings(max_examples=50 if "SPECPAGED_ALL_STOPS" in os.environ else 8)
+@given(
+    which=st.integers(0, 2), position=st.integers(0, 11), kind=st.sampled_from(["token", "length", "string"]),
+    temperature=st.sampled_from([0.0, 1.0]),
+)  # fmt: skip
+def test_nothing_comes_behind_a_stop(device_llm, plain, which, position, kind, temperature):
+    """At any position of any round: it is not emitted, and not counted. SPECPAGED_ALL_STOPS tries more of them."""
+    whole = SamplingParams(temperature=temperature, seed=7, max_tokens=14, ignore_eos=True)
+    prompts = [PROMPTS[which], PROMPTS[(which + 1) % 3]]
+    if (which, temperature) not in WHOLE:
+        WHOLE[which, temperature] = generate(plain, prompts, whole)
+    (token_ids, text, *_), mate = (output[0] for output in WHOLE[which, temperature])
+    stop = {
+        "token": {"stop_token_ids": [token_ids[position]]},
+        "length": {"max_tokens": position + 1},
+        "string": {"stop": [text[position : position + 2]]},
+    }[kind]
+    params = SamplingParams(**({"temperature": temperature, "seed": 7, "max_tokens": 14, "ignore_eos": True} | stop))
+    expected = [generate(plain, prompts[0], params)[0], [mate]]
+    engine = device_llm.engine
+    before = device_llm.metrics.emitted_tokens
+    assert generate(device_llm, prompts, [params, whole]) == expected
+    emitted = [completion[0] for output in expected for completion in output]
+    assert device_llm.metrics.emitted_tokens - before == sum(map(len, emitted))
+
+
+@pytest.mark.parametrize("synchronous", [True, False])
+def test_nobody_finds_in_the_cache_what_came_behind_a_stop(tokenizer_pair, plain, synchronous):
+    """As soon as a block of the run is full, the sequence has ended in it, or behind it."""
+    prompt, whole = PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+    token_ids = generate(plain, prompt, whole)[0][0][0]
+    everything = prompt["prompt_token_ids"] + token_ids
+    llm = make(tokenizer_pair, 3, synchronous=synchronous, enable_prefix_caching=True)
+    engine = llm.engine
+    for num_tokens in (5, 12, 18, 25):
+        params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, stop_token_ids=[token_ids[num_tokens]])
+        emitted = generate(llm, prompt, params)[0][0][0]
+        blocks, _ = engine.prefix_cache.match(everything, len(everything), engine.num_pools)
+        assert len(blocks) * BLOCK_SIZE < len(prompt["prompt_token_ids"]) + len(emitted)
+        for block in blocks:
+            engine.allocator.free(block)
+        engine.check_integrity()
+    assert generate(llm, prompt, whole)[0][0][0] == token_ids
+
+
+@pytest.mark.parametrize("synchronous", [True, False])
+@pytest.mark.parametrize("num_steps", range(1, 9))
+def test_an_abort_ends_a_request_with_what_the_host_has_read(tokenizer_pair, plain, num_steps, synchronous):
+    whole = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    expected = generate(plain, PROMPTS[:2], whole)
+    engine = make(tokenizer_pair, 2, synchronous=synchronous).engine
+    for i, prompt in enumerate(PROMPTS[:2]):
+        engine.add_request(str(i), prompt["prompt_token_ids"], whole)
+    for _ in range(num_steps):
+        engine.step()
+    aborted = engine.abort_request("0").outputs[0]
+    assert aborted.token_ids == expected[0][0][0][: len(aborted.token_ids)]
+    before = engine.metrics.emitted_tokens
+    num_read = len(engine.requests["1"].sequences[0].output_token_ids)
+    outputs = []
+    while engine.has_unfinished_requests:
+        outputs += engine.step()
+        engine.check_integrity()
+    assert [output.request_id for output in outputs] == ["1"]
+    assert outputs[0].outputs[0].token_ids == expected[1][0][0]
+    assert engine.metrics.emitted_tokens - before == 20 - num_read
+    assert engine.allocator.num_held == 0
+
+
+class LoggedCopies(Copies):
+    """Says what goes up, what is asked for, and for what somebody waits."""
+
+    def __init__(self):
+        self.events: list[str] = []
+        self.num_reads = 0
+
+    def upload(self, values):
+        self.events.append("upload")
+        return super().upload(values)
+
+    def read(self, source):
+        number, events, reading = self.num_reads, self.events, super().read(source)
+        self.num_reads += 1
+        events.append(f"read {number}")
+
+        class Logged(Reading):
+            def values(self):
+                events.append(f"wait {number}")
+                return reading.values()
+
+        return Logged()
+
+
+@pytest.mark.parametrize("synchronous", [True, False])
+def test_a_steady_round_uploads_nothing_and_waits_for_the_round_before(tokenizer_pair, synchronous):
+    """One read in a round, of the round before; an upload only where a sequence has come by a block."""
+    engine = make(tokenizer_pair, 2, synchronous=synchronous, max_num_seqs=2).engine
+    engine.copies = engine.batch.state._copies = log = LoggedCopies()
+    launch = engine.round.launch
+    engine.round.launch = lambda bucket: (log.events.append("launch"), launch(bucket))[1]
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    for i, prompt in enumerate(PROMPTS[:2]):
+        engine.add_request(str(i), prompt["prompt_token_ids"], params)
+    while log.num_reads < 2:
+        engine.step()
+    host_steps = engine.host_steps.copy()
+    sequences = [engine.requests[str(i)].sequences[0] for i in range(2)]
+    num_quiet = 0
+    for _ in range(8):
+        blocks = [list(sequence.page_table.blocks) for sequence in sequences]
+        log.events.clear()
+        engine.step()
+        assert engine.host_steps == host_steps
+        changed = blocks != [sequence.page_table.blocks for sequence in sequences]
+        last = log.num_reads - 1
+        of_round = ["launch", f"read {last}", f"wait {last if synchronous else last - 1}"]
+        assert log.events == ["upload"] * changed + of_round
+        num_quiet += not changed
+    assert num_quiet > 3
+
+
+def test_captured_rounds_are_replayed_for_whoever_runs(tokenizer_pair, plain):
+    """One, two and three sequences, with other K and other contexts, over the same buffers: a graph for each bucket."""
+    llm = make(tokenizer_pair, 2)
+    kept = llm.engine.round._record = Kept()
+    own = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True, extra_args={"num_speculative_tokens": 1})
+    for count, params in ((1, [GREEDY]), (2, [GREEDY, own]), (3, [GREEDY, own, SAMPLED]), (2, [own, GREEDY])):
+        expected = generate(plain, PROMPTS[:count], [p if p is not own else GREEDY_9 for p in params])
+        assert generate(llm, PROMPTS[:count], params) == expected
+    assert 3 <= kept.num_captured == llm.engine.round.num_captured < kept.num_replayed
+    assert llm.metrics.accepted_tokens > 0
+
+
+GREEDY_9 = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
+
+
+def test_what_cannot_be_captured_runs_all_the_same(tokenizer_pair, plain, caplog):
+    def fail(run):
+        run()
+        raise RuntimeError("no room for a graph")
+
+    llm = make(tokenizer_pair, 2)
+    llm.engine.round._record = fail
+    assert generate(llm, PROMPTS, GREEDY) == generate(plain, PROMPTS, GREEDY)
+    assert llm.engine.round.num_captured == 0
+    assert "run eagerly: no room for a graph" in caplog.text
+
+
+@pytest.mark.parametrize("synchronous", [True, False])
+def test_a_row_without_a_token_is_looked_into_by_the_host_and_drafts_no_more(
+    tokenizer_pair, plain, synchronous, monkeypatch
+):
+    """As where NaN in a draft's KV spoils the rows before it: it passes without drafts, and nobody else is touched."""
+    settle, calls = device_round.settle_round, []
+
+    def spoil(rows, sampled, ok, cu_rows, result):
+        calls.append(0)
+        if len(calls) == 2:
+            ok = ok.clone()
+            ok[: int(cu_rows[1])] = False
+        settle(rows, sampled, ok, cu_rows, result)
+
+    monkeypatch.setattr(device_round, "settle_round", spoil)
+    llm = make(tokenizer_pair, 2, synchronous=synchronous)
+    assert generate(llm, PROMPTS, GREEDY) == generate(plain, PROMPTS, GREEDY)
+    assert llm.metrics.requests_without_drafts == 1
+    assert llm.engine.host_steps["no token"] == 1
+
+
+def test_nan_in_a_sequences_kv_is_its_requests_error_alone(tokenizer_pair, plain):
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    expected = generate(plain, PROMPTS, params)
+    engine = make(tokenizer_pair, 2).engine
+    for i, prompt in enumerate(PROMPTS):
+        engine.add_request(str(i), prompt["prompt_token_ids"], params)
+    while engine._flight is None:
+        engine.step()
+    victim = engine.requests["1"].sequences[0]
+    engine.target.kv_cache.layers[0][victim.page_table.blocks[0] * BLOCK_SIZE] = float("nan")
+    outputs = {}
+    while engine.has_unfinished_requests:
+        outputs |= {output.request_id: output for output in engine.step()}
+    assert "hold NaN" in outputs["1"].error
+    for i in (0, 2):
+        assert outputs[str(i)].outputs[0].token_ids == expected[i][0][0]
+    assert engine.allocator.num_held == 0
+
+
+def test_a_round_that_fails_is_the_last(tokenizer_pair, plain):
+    llm = make(tokenizer_pair, 2)
+    launch, calls = llm.engine.round.launch, []
+
+    def fail(bucket):
+        calls.append(bucket)
+        if len(calls) == 3:
+            raise RuntimeError("the device is gone")
+        return launch(bucket)
+
+    llm.engine.round.launch = fail
+    assert generate(llm, PROMPTS, GREEDY) == generate(plain, PROMPTS, GREEDY)
+    assert len(calls) == 3
+    assert llm.engine.host_steps["a round failed"] > 0
+    assert llm.metrics.failed_steps == 1
+
+
+@pytest.mark.parametrize(
+    ("speculative", "reason"),
+    [
+        ({"method": "ngram", "num_speculative_tokens": 2}, "drafter"),
+        ({"num_speculative_tokens": "auto"}, "adaptive K"),
+        ({"num_speculative_tokens": 2, "verification": "rejection"}, "rejection"),
+    ],
+)
+def test_what_the_device_does_not_cover_is_the_hosts(tokenizer_pair, plain, speculative, reason):
+    model = {} if "method" in speculative else {"model": tokenizer_pair.draft}
+    llm = make(tokenizer_pair, 2, speculative=speculative | model)
+    assert generate(llm, PROMPTS[:2], GREEDY) == generate(plain, PROMPTS[:2], GREEDY)
+    assert set(llm.engine.host_steps) == {reason}
+
+
+@pytest.mark.parametrize(
+    ("params", "reason"),
+    [({"logprobs": 1}, "logprobs"), ({"top_k": 5}, "processing"), ({"repetition_penalty": 1.2}, "processing")],
+)
+def test_what_one_request_asks_for_is_the_hosts_while_it_runs(tokenizer_pair, plain, params, reason):
+    asking = SamplingParams(temperature=1.0, seed=1, max_tokens=3, ignore_eos=True, **params)
+    llm = make(tokenizer_pair, 2)
+    assert generate(llm, PROMPTS[:2], [asking, GREEDY_9]) == generate(plain, PROMPTS[:2], [asking, GREEDY_9])
+    assert llm.engine.host_steps[reason] > 0
+    assert llm.metrics.steps > sum(llm.engine.host_steps.values())
+
+
+def test_models_that_are_not_the_kernels_are_refused(tokenizer_pair):
+    with pytest.raises(ValueError, match=r"device_round=True needs .* 'flat' on 'torch'; allowed here: .*=False"):
+        make(tokenizer_pair, 2, attention_backend="torch")
+    with pytest.raises(ValueError, match="synchronous=True is for device_round=True alone"):
+        make(tokenizer_pair, 2, device_round=False, synchronous=True)
