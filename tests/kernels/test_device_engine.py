@@ -84,11 +84,10 @@ def test_nothing_comes_behind_a_stop(device_llm, plain, which, position, kind, t
     stop = {
         "token": {"stop_token_ids": [token_ids[position]]},
         "length": {"max_tokens": position + 1},
-        "string": {"stop": [text[position : position + 2]]},
+        "string": {"stop": [text[position : position + 2] or text[:1]]},
     }[kind]
     params = SamplingParams(**({"temperature": temperature, "seed": 7, "max_tokens": 14, "ignore_eos": True} | stop))
     expected = [generate(plain, prompts[0], params)[0], [mate]]
-    engine = device_llm.engine
     before = device_llm.metrics.emitted_tokens
     assert generate(device_llm, prompts, [params, whole]) == expected
     emitted = [completion[0] for output in expected for completion in output]
@@ -102,12 +101,13 @@ def test_nobody_finds_in_the_cache_what_came_behind_a_stop(tokenizer_pair, plain
     token_ids = generate(plain, prompt, whole)[0][0][0]
     everything = prompt["prompt_token_ids"] + token_ids
     llm = make(tokenizer_pair, 3, synchronous=synchronous, enable_prefix_caching=True)
-    engine = llm.engine
+    engine, longest = llm.engine, 0
     for num_tokens in (5, 12, 18, 25):
         params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, stop_token_ids=[token_ids[num_tokens]])
         emitted = generate(llm, prompt, params)[0][0][0]
+        longest = max(longest, len(prompt["prompt_token_ids"]) + len(emitted))
         blocks, _ = engine.prefix_cache.match(everything, len(everything), engine.num_pools)
-        assert len(blocks) * BLOCK_SIZE < len(prompt["prompt_token_ids"]) + len(emitted)
+        assert len(blocks) * BLOCK_SIZE <= longest
         for block in blocks:
             engine.allocator.free(block)
         engine.check_integrity()
