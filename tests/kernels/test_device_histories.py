@@ -1,10 +1,11 @@
 """Random requests on an engine whose rounds are the device's: whatever happens to one, its output is plain decoding's.
 
-On the kernels' references, with NaN wherever nobody owns a slot.
+On the kernels' references, with NaN wherever nobody owns a slot. SPECPAGED_ALL_HISTORIES tries more of them.
 """
 
 from __future__ import annotations
 
+import os
 import random
 
 import pytest
@@ -58,7 +59,7 @@ def plain(toy_pair, _references):
     return LLM(toy_pair.target, attention_backend="triton", max_model_len=MAX_MODEL_LEN, max_num_seqs=1)
 
 
-@pytest.mark.parametrize("history", range(8))
+@pytest.mark.parametrize("history", range(60 if "SPECPAGED_ALL_HISTORIES" in os.environ else 6))
 def test_output_is_plain_decodings_through_preemption_chunks_forks_caching_and_aborts(toy_pair, plain, history):
     rng = random.Random(history)
     k, draft_is_target = rng.choice([0, 1, 3]), rng.random() < 0.5
@@ -101,8 +102,8 @@ def test_output_is_plain_decodings_through_preemption_chunks_forks_caching_and_a
     assert engine.allocator.num_free == engine.allocator.num_blocks
     assert outputs.keys() | aborted == requests.keys()
     assert not outputs.keys() & aborted
-    num_host_steps = sum(engine.host_steps.values())
-    assert num_host_steps < step, engine.host_steps  # some rounds were the device's
+    # Some rounds were the device's, unless somebody has kept all of them from it.
+    assert sum(engine.host_steps.values()) < step or engine.host_steps.keys() & {"logprobs", "processing"}
     if k and draft_is_target:
         assert engine.metrics.acceptance_rate in (None, 1.0)
     for request_id, output in outputs.items():
