@@ -68,8 +68,8 @@ def commit_flight(step: SpeculativeStep, batch: DeviceBatch, flight: Flight) -> 
                 fared.append((outcome.num_drafts, outcome.num_accepted))
             entries.append(_commit(step, batch, member, outcome))
             tries_again |= outcome.failed and sequence.error is None
-        metrics.steps += 1
-        metrics.rounds += 1
+        metrics.steps += len(entries) > 0  # else all have ended, and it was for nothing
+        metrics.rounds += len(entries) > 0
         metrics.unverified_kv_tokens = num_drafts
         metrics.peak_unverified_kv_tokens = max(metrics.peak_unverified_kv_tokens, num_drafts)
         metrics.proposed_tokens += num_drafts

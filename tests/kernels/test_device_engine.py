@@ -306,3 +306,18 @@ def test_models_that_are_not_the_kernels_are_refused(tokenizer_pair):
         make(tokenizer_pair, 2, attention_backend="torch")
     with pytest.raises(ValueError, match="synchronous=True is for device_round=True alone"):
         make(tokenizer_pair, 2, device_round=False, synchronous=True)
+
+
+def test_a_draft_that_has_fallen_behind_catches_up_before_its_rounds(tokenizer_pair, plain):
+    """Two sequences draft nothing on the host, for one of them asks for log-probabilities; then one is alone."""
+    table = {"num_speculative_tokens_per_batch_size": [[1, 1, 3], [2, 64, 0]], "numerics": "exact"}
+    llm = make(tokenizer_pair, 3, speculative=table | {"model": tokenizer_pair.target})
+    asking = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=1)
+    going_on = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    drafter, rows = llm.engine.speculative_step.drafter, []
+    propose = drafter.propose
+    drafter.propose = lambda *arguments: (rows.append(arguments[0]), propose(*arguments))[1]
+    assert generate(llm, PROMPTS[:2], [asking, going_on]) == generate(plain, PROMPTS[:2], [asking, going_on])
+    assert any(len(row.token_ids) > 2 and row.num_draft_tokens == 0 for row in rows[-1])
+    assert llm.metrics.acceptance_rate == 1.0
+    assert llm.metrics.draft_tokens > 6

@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from specpaged_kernels import lm_head as module
 from specpaged_kernels.accept import sample
-from specpaged_kernels.linear import Tiles, linear
+from specpaged_kernels.linear import Tiles, choose_tiles, linear
 from specpaged_kernels.lm_head import lm_head, lm_head_ref
 
 TILES = Tiles(64, 32, 16, 48, 4, 1)
@@ -60,3 +62,31 @@ def test_a_row_has_the_same_token_in_any_number_of_rows():
     together = lm_head(x, weight, tiles=TILES)[0]
     for start, stop in ((0, 1), (5, 11), (69, 70)):
         assert torch.equal(lm_head(x[start:stop], weight, tiles=TILES)[0], together[start:stop])
+
+
+@settings(max_examples=8)
+@example(num_rows=70, num_ids=70, in_features=600, dtype=torch.float32, seed=0)  # in two splits, which are merged
+@example(num_rows=5, num_ids=50, in_features=600, dtype=torch.float32, seed=1)  # which are programs of their own
+@given(
+    num_rows=st.sampled_from([1, 5, 70]),
+    num_ids=st.integers(1, 70),
+    in_features=st.just(96),
+    dtype=st.sampled_from([torch.float32, torch.float16]),
+    seed=st.integers(0, 99),
+)
+def test_one_argmax_whether_of_the_output_layer_or_of_logits(num_rows, num_ids, in_features, dtype, seed):
+    """As a decoder's pass takes either, with each one's own tiles: ids that come twice, NaN, and rows without a token.
+
+    What is not ok has the id 0 in both, so that no bit says which way a token came.
+    """
+    x, weight, _ = operands(num_rows, 70, in_features, dtype, seed)
+    draw = torch.Generator().manual_seed(seed)
+    weight = weight[torch.randint(0, 70, (70,), generator=draw)].contiguous()
+    spoilt = torch.randint(0, 4, (num_rows,), generator=draw)
+    x[spoilt == 1, 0] = float("nan")
+    x[spoilt == 2] = 0
+    from_logits = sample(linear(x, weight)[:, :num_ids].float())
+    tiles = choose_tiles(1, *weight.shape, dtype)
+    from_layer = lm_head(x, weight[:num_ids], tiles=tiles)
+    for ours, theirs in zip(from_layer, from_logits, strict=True):
+        assert torch.equal(ours, theirs)
