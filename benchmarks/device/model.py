@@ -180,7 +180,9 @@ def check(batch_sizes: Sequence[int] = (1, 8, 32), repetitions: int = 15, contex
         for layer in runner.kv_cache.layers:
             layer.zero_()
         config = flat_config(model.hf_config)
-        sizes = Sizes(weight=_linear_bytes(model) / sum(_linears(config)), kv=model.kv_dtype.itemsize, row=4)
+        sizes = Sizes(
+            weight=_linear_bytes(model) / sum(_linears(config)), kv=model.kv_dtype.itemsize, row=4, splits=False
+        )
         loops = BareLoops(_linear_bytes(model), torch.get_num_threads())
         for num_seqs in batch_sizes:
             for query_len in (1, 6) if role == "target" else (1,):

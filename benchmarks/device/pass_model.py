@@ -11,7 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import torch
+
 from specpaged.modeling.flat.config import ROPE, FlatConfig, LayerConfig
+from specpaged_kernels.linear import MAX_SPLIT_ROWS, choose_tiles
 
 QUERY_ROWS = 32  # of a program of attention: query tokens x query heads of a KV head
 SPLIT_LEN = 1024  # tokens of KV that a program of attention reads
@@ -64,11 +67,12 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of an element."""
+    """Bytes of an element, and what depends on the kernels."""
 
     weight: float = 2
     kv: float = 2
     row: float = 2  # of hidden states and what is between them
+    splits: bool = True  # whether a matrix is read in splits whose sums are merged, as Triton's kernel does
 
 
 def flat_shape(
@@ -114,7 +118,11 @@ def kernels_of(
 
     def linear(name: str, outputs: int, inputs: int, count: int = num_layers) -> Kernel:
         num_bytes = outputs * inputs * sizes.weight + rows * (outputs + inputs) * sizes.row
-        return Kernel(name, num_bytes, 2.0 * rows * outputs * inputs, count=count)
+        num_splits = -(-inputs // choose_tiles(rows, outputs, inputs, torch.bfloat16).split_len)
+        launches = 1
+        if sizes.splits and num_splits > 1 and rows <= MAX_SPLIT_ROWS and name != "output":
+            launches, num_bytes = 2, num_bytes + 8 * num_splits * rows * outputs  # sums in float32, written and read
+        return Kernel(name, num_bytes, 2.0 * rows * outputs * inputs, launches, count)
 
     def rowwise(name: str, elements: int, count: int = num_layers, launches: int = 1) -> Kernel:
         return Kernel(name, rows * elements * sizes.row, launches=launches, count=count)

@@ -9,10 +9,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from specpaged import LLM, SamplingParams
 from specpaged.modeling.device_round import RoundBucket, _Geometry
 from tests import toys
+from tests.kernels import references
 from tests.kernels.test_cuda_graphs import WAITS, launch_nothing
 
-GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
-SAMPLED = SamplingParams(temperature=0.7, seed=3, max_tokens=4, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=0.7, seed=3, max_tokens=3, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -48,19 +49,28 @@ def token_ids(llm: LLM, params) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
-@pytest.mark.parametrize("params", [[GREEDY, GREEDY], [SAMPLED, GREEDY]], ids=["fused argmax", "noise"])
-def test_rounds_in_the_kernels_decode_what_torch_does(small_pair, params):
-    expected = token_ids(make(small_pair, attention_backend="torch"), params)
+@pytest.fixture
+def llm_to_launch(small_pair):
+    """Loaded with the kernels' references for what a decoder's layers call, which is quicker; nothing of it is run."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        references.put_in_place(monkeypatch)
+        return make(small_pair, attention_backend="triton", device_round=True)
+
+
+def test_rounds_in_the_kernels_decode_what_torch_does(small_pair):
+    """By the fused argmax where all are greedy, and with noise on logits where one is not."""
+    torch_llm = make(small_pair, attention_backend="torch")
     llm = make(small_pair, attention_backend="triton", device_round=True)
-    assert token_ids(llm, params) == expected
+    for params in ([GREEDY, GREEDY], [SAMPLED, GREEDY]):
+        assert token_ids(llm, params) == token_ids(torch_llm, params)
     assert llm.metrics.steps > sum(llm.engine.host_steps.values())
     assert llm.metrics.draft_tokens > 0
 
 
 @pytest.mark.parametrize("draws", [False, True])
-def test_nothing_in_a_round_waits_for_the_device(small_pair, draws, monkeypatch):
+def test_nothing_in_a_round_waits_for_the_device(llm_to_launch, draws, monkeypatch):
     """Launched on fake tensors, which hold nothing that could be waited for; a planted wait is seen."""
-    llm = make(small_pair, attention_backend="triton", device_round=True)
+    llm = llm_to_launch
     launch_nothing(monkeypatch)
     bucket = RoundBucket(2, 2, 2, draws, has_temperatures=draws)
 
@@ -84,12 +94,12 @@ def test_nothing_in_a_round_waits_for_the_device(small_pair, draws, monkeypatch)
         assert re.search(said, str(raised.value)), name
 
 
-def test_a_bucket_holds_the_work_of_any_round_that_fits_it(small_pair):
+def test_a_bucket_holds_the_work_of_any_round_that_fits_it(llm_to_launch):
     """Splits of 512 and more tokens, query blocks of few: powers of two above what sequences may come to."""
     geometry = _Geometry(4, 512)
     assert geometry.most_items(3, [40, 512]) == 2
     assert geometry.most_items(3, [40, 513]) == 4
     assert geometry.most_items(9, [513]) == 8
-    round_ = make(small_pair, attention_backend="triton", device_round=True).engine.round
+    round_ = llm_to_launch.engine.round
     assert round_.bucket(1, [10], False, False) == RoundBucket(1, 1, 1, False, False)
     assert round_.bucket(2, [10, 20], True, False) == RoundBucket(2, 2, 2, True, False)
