@@ -27,6 +27,7 @@ class Flight:
     """A round that has been launched and not read."""
 
     members: SequenceOf[Member]  # who was in the batch then
+    drafted: SequenceOf[bool]  # for each of them, whether the draft has run
     reading: Reading  # see `settle_round`
 
 
@@ -58,7 +59,7 @@ def commit_flight(step: SpeculativeStep, batch: DeviceBatch, flight: Flight) -> 
     fared: list[tuple[int, int]] = []
     tries_again, num_drafts = False, 0
     with metrics.stage("commit"):
-        for member in flight.members:
+        for member, drafted in zip(flight.members, flight.drafted, strict=True):
             sequence = member.sequence
             if batch.members.get(sequence) is not member or sequence.status is not SequenceStatus.RUNNING:
                 continue
@@ -66,7 +67,7 @@ def commit_flight(step: SpeculativeStep, batch: DeviceBatch, flight: Flight) -> 
             num_drafts += outcome.num_drafts
             if outcome.num_drafts:
                 fared.append((outcome.num_drafts, outcome.num_accepted))
-            entries.append(_commit(step, batch, member, outcome))
+            entries.append(_commit(step, batch, member, drafted, outcome))
             tries_again |= outcome.failed and sequence.error is None
         metrics.steps += len(entries) > 0  # else all have ended, and it was for nothing
         metrics.rounds += len(entries) > 0
@@ -78,7 +79,9 @@ def commit_flight(step: SpeculativeStep, batch: DeviceBatch, flight: Flight) -> 
     return entries, tries_again
 
 
-def _commit(step: SpeculativeStep, batch: DeviceBatch, member: Member, outcome: _Outcome) -> ScheduledSequence:
+def _commit(
+    step: SpeculativeStep, batch: DeviceBatch, member: Member, drafted: bool, outcome: _Outcome
+) -> ScheduledSequence:
     """One sequence's share: its tokens, its KV, and what is counted of it."""
     sequence, metrics, known = member.sequence, step.metrics, member.state.num_tokens
     sequence.metrics.rounds += 1
@@ -99,18 +102,18 @@ def _commit(step: SpeculativeStep, batch: DeviceBatch, member: Member, outcome: 
     metrics.rollbacks += num_kept < outcome.num_drafts
     metrics.rolled_back_tokens += outcome.num_drafts - num_kept
     num_tokens = known + len(outcome.token_ids)  # on the device
-    seen = member.state.draft_context_len
-    if member.state.has_draft:
-        seen = min(known + min(outcome.num_accepted, max(outcome.num_drafts - 1, 0)), num_tokens - 1)
     table, last = sequence.page_table, len(sequence.token_ids) - 1
-    context_lens = [last] * len(table.context_lens)
+    context_lens, seen = [last] * len(table.context_lens), 0
     if len(context_lens) > DRAFT:
-        context_lens[DRAFT] = min(seen if member.state.has_draft else table.context_lens[DRAFT], last)
+        seen = table.context_lens[DRAFT]
+        if drafted:
+            seen = min(known + min(outcome.num_accepted, max(outcome.num_drafts - 1, 0)), num_tokens - 1)
+        context_lens[DRAFT] = min(seen, last)
     goes_on = not (sequence.has_ended or outcome.failed)
     metrics.rollback_blocks_freed += table.settle(context_lens, table.capacity if goes_on else 0)
     metrics.rollback_seconds += time.perf_counter() - start
     if goes_on:
-        batch.advance(member, num_tokens, seen)
+        batch.advance(member, num_tokens, seen if member.state.has_draft else 0)
     else:
         batch.remove(sequence)
     return ScheduledSequence(sequence, known - 1, 1, not outcome.failed)

@@ -125,8 +125,13 @@ class DeviceEngine(Engine):
         return (waiting[0], len(self.scheduler.running)) if waiting else None
 
     def _device_step(self) -> str | None:
-        """Launch a round, and read one; or the reason why the host has to go on, and nothing has happened."""
+        """Launch a round, and read one; or the reason why the host has to go on, and nothing was launched."""
         before, flight = self._flight, None
+        if before is not None and self._falls_behind():
+            self._land()
+            before = None
+            if self._host_next is not None:
+                return self._host_next
         with self._metrics.stage("schedule"):
             states = self._reserve()
         if states is None:
@@ -147,16 +152,13 @@ class DeviceEngine(Engine):
         """The states of all that run, with slots for whatever a round may write; None where blocks do not suffice."""
         running = self.scheduler.running
         states = []
-        budget = self.config.max_num_batched_tokens - len(running)
-        configured = 0
-        if self.max_draft_tokens:
-            configured = self.config.speculative_config.num_draft_tokens(len(running))
+        budget, configured = self.config.max_num_batched_tokens - len(running), self._num_configured()
         try:
             for sequence in running:
                 self._take_over(sequence)
                 k = min(configured, sequence.max_draft_tokens, budget)
                 budget -= k
-                state = self._state(sequence, k)
+                state = self._state(sequence, k, drafts=configured > 0)
                 states.append(state)
                 most = state.num_tokens + k + (self._flight is not None) * (self.round.num_drafts + 1)
                 # The last token of all has no KV.
@@ -165,12 +167,30 @@ class DeviceEngine(Engine):
             return None
         return states
 
-    def _state(self, sequence: Sequence, k: int) -> RowState:
+    def _num_configured(self) -> int:
+        """K of everybody who may draft as many."""
+        if not self.max_draft_tokens:
+            return 0
+        return self.config.speculative_config.num_draft_tokens(len(self.scheduler.running))
+
+    def _falls_behind(self) -> bool:
+        """Whether the draft has to catch up before the next round: with what is in flight, too, which is read first."""
+        if not self._num_configured():
+            return False
+        for sequence, member in self.batch.members.items():
+            # Of a round in which nobody drafts everybody gets one token.
+            behind = len(sequence.token_ids) - draft_context_len(sequence) + (not member.state.has_draft)
+            if sequence.max_draft_tokens and behind > _MOST_BEHIND:
+                return True
+        return False
+
+    def _state(self, sequence: Sequence, k: int, drafts: bool) -> RowState:
+        """The row of a sequence with k drafts; where nobody `drafts`, its KV of the draft falls behind."""
         params = sequence.params
         limit = self.config.max_model_len
         if params.max_tokens is not None:
             limit = min(limit, sequence.num_prompt_tokens + params.max_tokens)
-        has_draft = self.round.num_drafts > 0 and sequence.max_draft_tokens > 0
+        has_draft = drafts and sequence.max_draft_tokens > 0
         return RowState(
             num_tokens=len(sequence.token_ids),
             draft_context_len=draft_context_len(sequence) if has_draft else 0,
@@ -196,11 +216,12 @@ class DeviceEngine(Engine):
         late = self._flight is not None
         lengths = [min(s.limit, s.num_tokens + s.max_drafts + late * (self.round.num_drafts + 1)) for s in states]
         temperatures = [sequence.params.temperature for sequence in running]
+        num_drafts = self._num_configured() if any(state.has_draft for state in states) else 0
         bucket = self.round.bucket(
-            self.batch.num_rows, lengths, any(temperatures), any(t not in (0, 1) for t in temperatures)
+            self.batch.num_rows, num_drafts, lengths, any(temperatures), any(t not in (0, 1) for t in temperatures)
         )
         result = self.round.launch(bucket)
-        return Flight(members, self.copies.read(result))
+        return Flight(members, [state.has_draft for state in states], self.copies.read(result))
 
     def _catch_up(self, states: list[RowState]) -> None:
         """Run the draft over what it has not seen of those who come from the host, but for what a round runs itself."""

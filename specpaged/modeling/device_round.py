@@ -38,6 +38,7 @@ class RoundBucket(NamedTuple):
     """What a round is launched, or was captured, for: the most that its sequences may have."""
 
     num_seqs: int
+    num_drafts: int  # of each: as many passes of the draft are made
     draft_items: int  # of attention's work lists
     target_items: int
     draws: bool  # whether any token is drawn by chance
@@ -95,13 +96,15 @@ class DeviceRound:
         shape = (state.num_rows, NUM_COUNTS + self.num_drafts + 1)
         self.result = torch.zeros(shape, dtype=torch.int32, device=target.model.device)
 
-    def bucket(self, num_seqs: int, lengths: Sequence[int], draws: bool, has_temperatures: bool) -> RoundBucket:
+    def bucket(
+        self, num_seqs: int, num_drafts: int, lengths: Sequence[int], draws: bool, has_temperatures: bool
+    ) -> RoundBucket:
         """The smallest one for the state's first num_seqs rows, of which some are sequences, of up to `lengths` tokens
-        behind the round, drafts among them."""
+        behind the round, drafts among them. With num_drafts = 0, no row may have KV of the draft."""
         num_seqs = min(1 << (num_seqs - 1).bit_length(), self.state.num_rows)
-        draft_items = self._most_items(self.draft, _FIRST_PASS_ROWS, lengths) if self.num_drafts else 0
-        target_items = self._most_items(self.target, self.num_drafts + 1, lengths)
-        return RoundBucket(num_seqs, draft_items, target_items, draws, has_temperatures)
+        draft_items = self._most_items(self.draft, _FIRST_PASS_ROWS, lengths) if num_drafts else 0
+        target_items = self._most_items(self.target, num_drafts + 1, lengths)
+        return RoundBucket(num_seqs, num_drafts, draft_items, target_items, draws, has_temperatures)
 
     @torch.inference_mode()
     def launch(self, bucket: RoundBucket) -> Tensor:
@@ -138,7 +141,7 @@ class DeviceRound:
             limits.copy_(before)
 
     def _run(self, bucket: RoundBucket) -> None:
-        num_seqs, steps = bucket.num_seqs, self.num_drafts
+        num_seqs, steps = bucket.num_seqs, bucket.num_drafts
         rows = self.state.rows(num_seqs)
         plan = plan_round(rows, steps)
         for step in range(steps):

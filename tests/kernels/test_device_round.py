@@ -72,7 +72,7 @@ def test_nothing_in_a_round_waits_for_the_device(llm_to_launch, draws, monkeypat
     """Launched on fake tensors, which hold nothing that could be waited for; a planted wait is seen."""
     llm = llm_to_launch
     launch_nothing(monkeypatch)
-    bucket = RoundBucket(2, 2, 2, draws, has_temperatures=draws)
+    bucket = RoundBucket(2, 2, 2, 2, draws, has_temperatures=draws)
 
     def run_on_fakes() -> None:
         with torch.inference_mode(), FakeTensorMode(allow_non_fake_inputs=True):
@@ -101,5 +101,5 @@ def test_a_bucket_holds_the_work_of_any_round_that_fits_it(llm_to_launch):
     assert geometry.most_items(3, [40, 513]) == 4
     assert geometry.most_items(9, [513]) == 8
     round_ = llm_to_launch.engine.round
-    assert round_.bucket(1, [10], False, False) == RoundBucket(1, 1, 1, False, False)
-    assert round_.bucket(2, [10, 20], True, False) == RoundBucket(2, 2, 2, True, False)
+    assert round_.bucket(1, 2, [10], False, False) == RoundBucket(1, 2, 1, 1, False, False)
+    assert round_.bucket(2, 0, [10, 20], True, False) == RoundBucket(2, 0, 0, 2, True, False)
