@@ -69,7 +69,7 @@ def test_outputs_are_those_of_plain_decoding(tokenizer_pair, plain, k, synchrono
     assert not k or 0 < llm.metrics.accepted_tokens < llm.metrics.draft_tokens
 
 
-@settings(max_examples=50 if "SPECPAGED_ALL_STOPS" in os.environ else 8)
+@settings(max_examples=50 if "SPECPAGED_ALL_STOPS" in os.environ else 5)
 @given(
     which=st.integers(0, 2), position=st.integers(0, 11), kind=st.sampled_from(["token", "length", "string"]),
     temperature=st.sampled_from([0.0, 1.0]),
@@ -115,7 +115,7 @@ def test_nobody_finds_in_the_cache_what_came_behind_a_stop(tokenizer_pair, plain
 
 
 @pytest.mark.parametrize("synchronous", [True, False])
-@pytest.mark.parametrize("num_steps", range(1, 9))
+@pytest.mark.parametrize("num_steps", [1, 2, 3, 6])
 def test_an_abort_ends_a_request_with_what_the_host_has_read(tokenizer_pair, plain, num_steps, synchronous):
     whole = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
     expected = generate(plain, PROMPTS[:2], whole)
