@@ -79,9 +79,13 @@ class DeviceEngine(Engine):
         if self._flight is not None:
             with self.recovery:
                 self._land()
-            self._flight = None
+            if self._flight is not None:  # it could not be read: what the device has is not what the host knows
+                self._flight = None
+                self.batch.clear()
         self.host_steps[reason] += 1
         self._host_next = None
+        if self._never is not None:
+            return super().step()
         queue = self._queue() if all(map(_decodes, self.scheduler.running)) else None
         outputs = super().step()
         # Nobody was prefilled, and yet the first of those who wait was not admitted: there are no blocks for it.
@@ -121,7 +125,7 @@ class DeviceEngine(Engine):
 
     def _queue(self) -> tuple[Sequence, int] | None:
         """The first of those who wait, and how many run; None where nobody waits."""
-        waiting = getattr(self.scheduler, "waiting", ())
+        waiting = self.scheduler.waiting
         return (waiting[0], len(self.scheduler.running)) if waiting else None
 
     def _device_step(self) -> str | None:

@@ -274,6 +274,29 @@ def test_a_round_that_fails_is_the_last(tokenizer_pair, plain):
     assert llm.metrics.failed_steps == 1
 
 
+def test_a_round_that_cannot_be_read_is_run_anew_by_the_host(tokenizer_pair, plain):
+    """It was in flight when somebody came: all go on from the tokens that the host has, in rounds of the device's."""
+    expected = generate(plain, PROMPTS, GREEDY_9)
+    engine = make(tokenizer_pair, 2).engine
+
+    def fail():
+        raise RuntimeError("the device is gone")
+
+    for i, prompt in enumerate(PROMPTS):
+        engine.add_request(str(i), prompt["prompt_token_ids"], GREEDY_9)
+        if i == 1:
+            while engine.metrics.emitted_tokens < 6:
+                engine.step()
+            engine._flight.reading.values = fail
+    outputs = {}
+    while engine.has_unfinished_requests:
+        outputs |= {output.request_id: output for output in engine.step()}
+        engine.check_integrity()
+    assert [outputs[str(i)].outputs[0].token_ids for i in range(3)] == [output[0][0] for output in expected]
+    assert engine.metrics.failed_steps == 1
+    assert "a round failed" not in engine.host_steps
+
+
 @pytest.mark.parametrize(
     ("speculative", "reason"),
     [
