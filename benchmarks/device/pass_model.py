@@ -15,9 +15,7 @@ import torch
 
 from specpaged.modeling.flat.config import ROPE, FlatConfig, LayerConfig
 from specpaged_kernels.linear import MAX_SPLIT_ROWS, choose_tiles
-
-QUERY_ROWS = 32  # of a program of attention: query tokens x query heads of a KV head
-SPLIT_LEN = 1024  # tokens of KV that a program of attention reads
+from specpaged_kernels.paged_attention import choose_tiles as choose_attention_tiles
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,7 @@ class Sizes:
     weight: float = 2
     kv: float = 2
     row: float = 2  # of hidden states and what is between them
-    splits: bool = True  # whether a matrix is read in splits whose sums are merged, as Triton's kernel does
+    splits: bool = True  # whether programs share a matrix, or a sequence's KV, as those of Triton's kernels do
 
 
 def flat_shape(
@@ -147,15 +145,16 @@ def kernels_of(
 def _attention(config: FlatConfig, num_seqs: int, query_len: int, context_len: int, sizes: Sizes) -> Kernel:
     """Both of its kernels. A program reads a split's KV for a few query tokens: more of them read it anew."""
     group = config.num_heads // config.num_kv_heads
-    tokens = max(1, QUERY_ROWS // group)
     kv_bytes = 2 * config.num_kv_heads * config.head_dim * sizes.kv
-    length = context_len + query_len
-    num_blocks = -(-query_len // tokens)
-    num_splits = -(-length // SPLIT_LEN)
+    length, num_blocks, partial = context_len + query_len, 1, 0.0
+    if sizes.splits:
+        tiles = choose_attention_tiles(config.head_dim, group, torch.bfloat16)
+        num_blocks = -(-query_len // tiles.tokens(group))
+        num_splits = -(-length // tiles.split_len)
+        if num_splits > 1:  # float32, written and read once
+            programs = num_seqs * num_blocks * num_splits * config.num_kv_heads
+            partial = 8.0 * programs * tiles.block_m * config.head_dim
     read = num_seqs * num_blocks * length * kv_bytes
-    partial = 0.0
-    if num_splits > 1:  # float32, written and read once
-        partial = 8.0 * num_seqs * num_blocks * num_splits * config.num_kv_heads * QUERY_ROWS * config.head_dim
     rows = 2 * num_seqs * query_len * config.num_heads * config.head_dim * sizes.row
     pairs = num_seqs * query_len * (context_len + (query_len + 1) / 2)
     flops = 4.0 * config.num_heads * config.head_dim * pairs
