@@ -44,6 +44,7 @@ class PlainReference(Reference):
         """A reference with an engine of its own, which has no draft and holds one sequence."""
         arguments = {name: getattr(config, name) for name in EngineConfig.__dataclass_fields__}
         arguments |= {"speculative_config": None, "max_num_seqs": 1, "kv_cache_memory_bytes": None}
+        arguments |= {"device_round": False, "synchronous": False}
         return cls(LLM(**arguments))
 
     @override

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from typing import Any
 
@@ -27,6 +28,8 @@ from specpaged.sampling.request import SamplingRequest
 from specpaged_kernels.limits import MAX_ROWS
 from specpaged_kernels.pack import BLOCKS
 
+logger = logging.getLogger("specpaged")
+
 _MOST_BEHIND = 2  # tokens that a round's first pass of the draft runs of a sequence
 
 
@@ -49,6 +52,7 @@ class DeviceEngine(Engine):
         self._refused: tuple[Sequence, int] | None = None  # who could not be admitted, beside how many
         self._flight: Flight | None = None
         if self._never is not None:
+            logger.warning("device_round=True, and all rounds are the host's all the same: %s", self._never)
             return
         device = target.model.device
         self.copies = copies or copies_of(device)
@@ -73,6 +77,7 @@ class DeviceEngine(Engine):
                     return self._outputs()
             if reason is None:  # it has failed: everybody begins anew, and not here
                 self._never = "a round failed"
+                logger.warning("a round on the device failed: all rounds are the host's from now on")
                 self._flight = None
                 self.batch.clear()
                 return []
