@@ -10,19 +10,19 @@ from specpaged.modeling.loaded_model import LoadedModel
 
 
 def engine_class(config: EngineConfig, models: Sequence[LoadedModel]) -> type[Engine]:
-    """The class of the engine that a configuration asks for.
+    """The class of the engine that a configuration asks for, of a target and perhaps a draft.
 
     Raises:
-        ValueError: the passes of one of the models cannot be a round of the device's own.
+        ValueError: the target's passes cannot be those of a device's own round.
     """
     if not config.device_round:
         return Engine
-    for model in models:
-        if model.implementation != "flat" or model.backend != "triton":
-            raise ValueError(
-                f"device_round=True needs the flat decoder on Triton's kernels; {model.name} runs as "
-                f"{model.implementation!r} on {model.backend!r}; allowed here: device_round=False"
-            )
+    target = models[0]
+    if target.implementation != "flat" or target.backend != "triton":
+        raise ValueError(
+            f"device_round=True needs the flat decoder on Triton's kernels; {target.name} runs as "
+            f"{target.implementation!r} on {target.backend!r}; allowed here: device_round=False"
+        )
     from specpaged.engine.device_engine import DeviceEngine  # where it is wanted: defining kernels takes seconds
 
     return DeviceEngine

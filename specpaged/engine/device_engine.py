@@ -11,10 +11,10 @@ from typing_extensions import override
 
 from specpaged.drafting.base import DraftRow
 from specpaged.drafting.draft import NO_DRAFT
-from specpaged.drafting.draft_model import DraftModelDrafter
 from specpaged.engine.device_batch import DeviceBatch, draft_context_len
 from specpaged.engine.device_commit import Flight, commit_flight
 from specpaged.engine.engine import Engine
+from specpaged.engine.host_reasons import decodes, why_never, why_not
 from specpaged.engine.scheduler import ScheduledStep
 from specpaged.engine.sequence import Sequence
 from specpaged.modeling.copies import Copies, copies_of
@@ -23,10 +23,7 @@ from specpaged.modeling.device_round import DeviceRound
 from specpaged.modeling.device_state import DeviceState, RowState
 from specpaged.outputs import RequestOutput
 from specpaged.paging.block_allocator import OutOfBlocksError
-from specpaged.paging.page_table import DRAFT, TARGET
-from specpaged.sampling.request import SamplingRequest
-from specpaged_kernels.limits import MAX_ROWS
-from specpaged_kernels.pack import BLOCKS
+from specpaged.paging.page_table import DRAFT
 
 logger = logging.getLogger("specpaged")
 
@@ -91,7 +88,7 @@ class DeviceEngine(Engine):
         self._host_next = None
         if self._never is not None:
             return super().step()
-        queue = self._queue() if all(map(_decodes, self.scheduler.running)) else None
+        queue = self._queue() if all(map(decodes, self.scheduler.running)) else None
         outputs = super().step()
         # Nobody was prefilled, and yet the first of those who wait was not admitted: there are no blocks for it.
         self._refused = queue if queue == self._queue() else None
@@ -120,10 +117,10 @@ class DeviceEngine(Engine):
         if waiting and len(running) < self.config.max_num_seqs and self._refused != self._queue():
             return "admission"
         for sequence in running:
-            if not _decodes(sequence):
+            if not decodes(sequence):
                 return "prefill"
             if sequence not in self.batch.members:
-                reason = _why_not(sequence)
+                reason = why_not(sequence)
                 if reason is not None:
                     return reason
         return None
@@ -257,40 +254,3 @@ class DeviceEngine(Engine):
         if failed:
             self._host_next = "no token"  # which the host looks into, without drafts
         self._finish_who_ended(ScheduledStep(tuple(entries)))
-
-
-def _decodes(sequence: Sequence) -> bool:
-    """Whether its last known token is the only one without KV."""
-    return len(sequence.token_ids) - sequence.page_table.context_lens[TARGET] == 1
-
-
-def _why_not(sequence: Sequence) -> str | None:
-    """Why the rounds of a sequence that decodes are the host's."""
-    request: SamplingRequest = sequence.sampling_request
-    params = request.params
-    if params.logprobs is not None:
-        return "logprobs"
-    if request.edits_tokens(len(request.output_token_ids)) or params.min_p > 0 or params.top_k > 0 or params.top_p < 1:
-        return "processing"  # of logits by more than a temperature
-    return None
-
-
-def why_never(engine: Engine) -> str | None:
-    """Why all steps of an engine are the host's."""
-    config, drafter = engine.config, engine.speculative_step.drafter
-    for runner in (engine.target, engine.draft):
-        if runner is not None and (runner.model.backend != "triton" or runner.model.implementation != "flat"):
-            return "models"
-    if config.schedule != "continuous" or config.rollback != "truncate":
-        return "schedule"
-    if config.max_num_seqs > BLOCKS[-1]:
-        return "max_num_seqs"
-    if drafter is None:
-        return None
-    if not isinstance(drafter, DraftModelDrafter):
-        return "drafter"
-    if engine.speculative_step.planner is not None:
-        return "adaptive K"
-    if engine.speculative_step.verifier.name == "rejection":
-        return "rejection"
-    return "K" if engine.max_draft_tokens >= MAX_ROWS else None

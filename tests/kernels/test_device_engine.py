@@ -312,6 +312,18 @@ def test_what_the_device_does_not_cover_is_the_hosts(tokenizer_pair, plain, spec
     assert set(llm.engine.host_steps) == {reason}
 
 
+@pytest.mark.parametrize("method", ["eagle3", "clover"])
+def test_rounds_of_heads_are_the_hosts(target, heads, method):
+    def outputs(**arguments):
+        llm = LLM(target[0], attention_backend="triton", max_model_len=MAX_MODEL_LEN, **arguments)
+        return generate(llm, PROMPTS[:2], [GREEDY, SAMPLED]), llm
+
+    speculative = {"method": method, "model": heads[method], "num_speculative_tokens": 2}
+    got, llm = outputs(speculative_config=speculative, device_round=True)
+    assert got == outputs()[0]
+    assert len(llm.engine.host_steps) == 1
+
+
 @pytest.mark.parametrize(
     ("params", "reason"),
     [({"logprobs": 1}, "logprobs"), ({"top_k": 5}, "processing"), ({"repetition_penalty": 1.2}, "processing")],

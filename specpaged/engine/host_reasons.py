@@ -1,0 +1,52 @@
+"""What keeps rounds from the device, by name: for good, or while somebody runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from specpaged.drafting.draft_model import DraftModelDrafter
+from specpaged.paging.page_table import TARGET
+from specpaged_kernels.limits import MAX_ROWS
+from specpaged_kernels.pack import BLOCKS
+
+if TYPE_CHECKING:
+    from specpaged.engine.engine import Engine
+    from specpaged.engine.sequence import Sequence
+    from specpaged.sampling.request import SamplingRequest
+
+
+def decodes(sequence: Sequence) -> bool:
+    """Whether its last known token is the only one without KV."""
+    return len(sequence.token_ids) - sequence.page_table.context_lens[TARGET] == 1
+
+
+def why_not(sequence: Sequence) -> str | None:
+    """Why the rounds of a sequence that decodes are the host's."""
+    request: SamplingRequest = sequence.sampling_request
+    params = request.params
+    if params.logprobs is not None:
+        return "logprobs"
+    if request.edits_tokens(len(request.output_token_ids)) or params.min_p > 0 or params.top_k > 0 or params.top_p < 1:
+        return "processing"  # of logits by more than a temperature
+    return None
+
+
+def why_never(engine: Engine) -> str | None:
+    """Why all steps of an engine are the host's."""
+    config, drafter = engine.config, engine.speculative_step.drafter
+    for runner in (engine.target, engine.draft):
+        if runner is not None and (runner.model.backend != "triton" or runner.model.implementation != "flat"):
+            return "models"
+    if config.schedule != "continuous" or config.rollback != "truncate":
+        return "schedule"
+    if config.max_num_seqs > BLOCKS[-1]:
+        return "max_num_seqs"
+    if drafter is None:
+        return None
+    if not isinstance(drafter, DraftModelDrafter):
+        return "drafter"
+    if engine.speculative_step.planner is not None:
+        return "adaptive K"
+    if engine.speculative_step.verifier.name == "rejection":
+        return "rejection"
+    return "K" if engine.max_draft_tokens >= MAX_ROWS else None
