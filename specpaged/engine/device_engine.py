@@ -133,11 +133,6 @@ class DeviceEngine(Engine):
     def _device_step(self) -> str | None:
         """Launch a round, and read one; or the reason why the host has to go on, and nothing was launched."""
         before, flight = self._flight, None
-        if before is not None and self._falls_behind():
-            self._land()
-            before = None
-            if self._host_next is not None:
-                return self._host_next
         with self._metrics.stage("schedule"):
             states = self._reserve()
         if states is None:
@@ -179,17 +174,6 @@ class DeviceEngine(Engine):
             return 0
         return self.config.speculative_config.num_draft_tokens(len(self.scheduler.running))
 
-    def _falls_behind(self) -> bool:
-        """Whether the draft has to catch up before the next round: with what is in flight, too, which is read first."""
-        if not self._num_configured():
-            return False
-        for sequence, member in self.batch.members.items():
-            # Of a round in which nobody drafts everybody gets one token.
-            behind = len(sequence.token_ids) - draft_context_len(sequence) + (not member.state.has_draft)
-            if sequence.max_draft_tokens and behind > _MOST_BEHIND:
-                return True
-        return False
-
     def _state(self, sequence: Sequence, k: int, drafts: bool) -> RowState:
         """The row of a sequence with k drafts; where nobody `drafts`, its KV of the draft falls behind."""
         params = sequence.params
@@ -230,12 +214,16 @@ class DeviceEngine(Engine):
         return Flight(members, [state.has_draft for state in states], self.copies.read(result))
 
     def _catch_up(self, states: list[RowState]) -> None:
-        """Run the draft over what it has not seen of those who come from the host, but for what a round runs itself."""
+        """Run the draft over what it has not seen, but for what a round runs itself."""
         rows = []
         for sequence, state in zip(self.scheduler.running, states, strict=True):
-            end = state.num_tokens - 1
-            if state.has_draft and end + 1 - state.draft_context_len > _MOST_BEHIND:
-                start, table = state.draft_context_len, sequence.page_table
+            if not state.has_draft:
+                continue
+            start, end = state.draft_context_len, state.num_tokens - 1
+            # Of a round in flight in which nobody drafts everybody gets one token.
+            late = self._flight is not None and not self.batch.members[sequence].state.has_draft
+            if end + 1 + late - start > _MOST_BEHIND and end > start:
+                table = sequence.page_table
                 rows.append(DraftRow(sequence, sequence.token_ids[start:end], start, table.entries, 0, 0))
                 state.draft_context_len = end
         if not rows:

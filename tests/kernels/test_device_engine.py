@@ -370,17 +370,20 @@ def test_a_draft_that_has_fallen_behind_catches_up_before_its_rounds(tokenizer_p
 
 
 @pytest.mark.parametrize("synchronous", [True, False])
-def test_where_a_batch_is_too_large_for_drafts_no_pass_of_the_draft_is_made(tokenizer_pair, plain, synchronous):
+@pytest.mark.parametrize("num_shared", [2, 3, 4, 8])
+def test_where_a_batch_is_too_large_for_drafts_no_pass_of_the_draft_is_made(
+    tokenizer_pair, plain, synchronous, num_shared
+):
     """Two draft nothing; when one of them has ended, the other's draft catches up, with what was in flight, too."""
     table = {"num_speculative_tokens_per_batch_size": [[1, 1, 3], [2, 64, 0]], "numerics": "exact"}
     llm = make(tokenizer_pair, 3, speculative=table | {"model": tokenizer_pair.target}, synchronous=synchronous)
-    short, long = (SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (8, 24))
+    short, long = (SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (num_shared, 24))
     launch, launched = llm.engine.round.launch, []
     llm.engine.round.launch = lambda bucket: (launched.append(bucket.num_drafts), launch(bucket))[1]
     assert generate(llm, PROMPTS[:2], [short, long]) == generate(plain, PROMPTS[:2], [short, long])
     assert "a round failed" not in llm.engine.host_steps
     assert launched == sorted(launched)
-    assert launched.count(0) >= 6
+    assert launched.count(0) >= num_shared - 1
     assert set(launched) == {0, 3}
     assert llm.metrics.acceptance_rate == 1.0
     assert llm.metrics.draft_tokens > 6
