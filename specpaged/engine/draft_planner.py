@@ -39,7 +39,7 @@ class DraftPlanner:
         self.controller = controller
         self.follows_target = follows_target  # the drafter does: nobody has to catch up, or can
         self.followers = Followers() if follows_target and gives_up else None  # ranks have to give up the same ones
-        self.clock = StepClock(controller)
+        self.clock = StepClock(controller, follows_target)
         self._sequences: list[Sequence] = []  # of the last plan
         self._plan = self._plan_again = Plan([])
         self._age, self._good_for = 0, 0  # steps since it was made, and that it is followed for

@@ -88,16 +88,18 @@ class Rounds:
         return any(self.num_drafted) or self.num_drafted_ahead > 0
 
     @property
-    def last_drafting(self) -> tuple[int, float]:
-        """Drafts that were made last for a round, or else ahead, of all sequences together; and the seconds it took.
+    def last_drafting(self) -> tuple[int, int, float]:
+        """Drafts that were made last for a round, or else ahead, of all sequences together; how many tokens had come in
+        the round before; and the seconds it took.
 
         None where a lookup has made some of them in place of the model.
         """
         if any(self.drafters) or any(self.waiting_drafters):
-            return 0, 0.0
+            return 0, 0, 0.0
+        emitted = [0, *self.num_emitted]
         if self.num_drafted[-1]:
-            return self.num_drafted[-1], self.seconds[2 * self.num_rounds - 1]
-        return self.num_drafted_ahead, self.seconds[2 * self.num_rounds + 1]
+            return self.num_drafted[-1], emitted[-2], self.seconds[2 * self.num_rounds - 1]
+        return self.num_drafted_ahead, emitted[-1], self.seconds[2 * self.num_rounds + 1]
 
     @property
     def draft_seconds(self) -> float:
