@@ -24,6 +24,7 @@ struct Choices {
     const int64_t *rows, *most;  // [num_seqs]: the sequence's row in each rule, and the tokens that may be found
     const double* least;         // [num_seqs]
     Lookup* const* indexes;      // [num_seqs, num_lookups], as Decoding has one; null where none may be found
+    int64_t tells;               // whether what is found and not taken comes back to the host
 
     // Tells each sequence what is its own. Returns a Status, of what leads outside of what is there.
     int give(std::vector<Decoding>* sequences) const {
@@ -34,6 +35,7 @@ struct Choices {
             s.least = least[seq];
             s.indexes = indexes + seq * size_t(num_lookups);
             s.num_indexes = s.most_found > 0 ? num_lookups : 0;
+            if (tells) s.finds.resize(size_t(num_lookups));
             for (int64_t i = 0; i < s.num_indexes; ++i)
                 if (!s.indexes[i] || rules[i].num_intercepts < 1 || s.choice_row < 0 ||
                     s.choice_row >= rules[i].num_seqs)
@@ -42,31 +44,50 @@ struct Choices {
         return OK;
     }
 
-    // The draft of the lookup that promises most, if that is enough, and how much of it is worth its rows.
-    void choose(Decoding* s) const {
-        const int64_t room = std::min(s->most_found, s->most - 1);
-        double most_promised = s->least;
-        std::vector<int64_t> found;
-        std::vector<float> evidence;
-        for (int64_t i = 0; room > 0 && i < num_lookups; ++i) {
-            found.resize(size_t(room));
-            evidence.resize(size_t(room));
-            const int64_t count = s->indexes[i]->find(room, found.data(), evidence.data());
-            const StopRule& rule = rules[i];
-            double chance = 1.0, promised = 0.0;
-            int64_t worth = 0;
-            for (; worth < count; ++worth) {
-                chance *= rule.chance(s->choice_row, worth, s->indexes[i]->logit_of(evidence[size_t(worth)]));
-                if (!(chance >= rule.row_tokens)) break;
-                promised += chance - rule.row_tokens;
+    // Gives each sequence the draft of the lookup that promises most, if that is enough, and says how much of it is
+    // worth its rows.
+    void choose(std::vector<Decoding>* sequences) const {
+        Find find;
+        for (Decoding& s : *sequences) {
+            const int64_t room = std::min(s.most_found, s.most - 1);
+            double most_promised = s.least;
+            for (int64_t i = 0; room > 0 && i < num_lookups; ++i) {
+                look_up(*s.indexes[i], room, &find);
+                double promised = 0.0;
+                const int64_t worth = num_worth(s, i, find, &promised);
+                if (tells) s.finds[size_t(i)] = find;
+                if (!worth || !(promised > most_promised)) continue;
+                most_promised = promised;
+                s.drafter = 1 + i;
+                s.num_taken = worth;
+                s.drafts = find.token_ids;
+                s.evidence = find.evidence;
             }
-            if (!worth || !(promised > most_promised)) continue;
-            most_promised = promised;
-            s->drafter = 1 + i;
-            s->num_taken = worth;
-            s->drafts.assign(found.begin(), found.begin() + count);
-            s->evidence.assign(evidence.begin(), evidence.begin() + count);
+            if (tells && s.drafter) s.finds[size_t(s.drafter - 1)] = {};  // it is told as a draft
         }
+    }
+
+private:
+    static void look_up(const Lookup& index, int64_t room, Find* find) {
+        find->token_ids.resize(size_t(room));
+        find->evidence.resize(size_t(room));
+        const size_t count = size_t(index.find(room, find->token_ids.data(), find->evidence.data()));
+        find->token_ids.resize(count);
+        find->evidence.resize(count);
+    }
+
+    // How many tokens are, and what they promise together.
+    int64_t num_worth(const Decoding& s, int64_t lookup, const Find& find, double* promised) const {
+        const StopRule& rule = rules[lookup];
+        double chance = 1.0;
+        int64_t worth = 0;
+        for (; worth < int64_t(find.token_ids.size()); ++worth) {
+            const double x = s.indexes[lookup]->logit_of(find.evidence[size_t(worth)]);
+            chance *= rule.chance(s.choice_row, worth, x);
+            if (!(chance >= rule.row_tokens)) break;
+            *promised += chance - rule.row_tokens;
+        }
+        return worth;
     }
 };
 

@@ -10,6 +10,12 @@
 
 namespace {
 
+// What a lookup has found: tokens, and what is known of each.
+struct Find {
+    std::vector<int64_t> token_ids;
+    std::vector<float> evidence;
+};
+
 // In ints one after the other: these nine, its last known tokens, its drafts, its stop ids, its blocks.
 struct Decoding {
     int64_t num_known;      // of the tokens that come along, those from `start` on, which some model has not run
@@ -34,11 +40,16 @@ struct Decoding {
     Lookup* const* indexes = nullptr;
     int64_t num_indexes = 0, choice_row = 0, most_found = 0, drafter = 0, num_taken = 0;
     double least = 0.0;
+    // Of each lookup, for the round that comes, what it has found and was not taken; none unless Choices tells.
+    std::vector<Find> finds;
 
     // Of each round so far: drafts that were made for it, those that it had, whether one more was left out, tokens that
     // it got, and whose the drafts were. And all these drafts, with those that were left out.
     std::vector<int64_t> made, had, missed, got, whose, told;
     std::vector<float> evidence_of_told;
+    // And of each round and lookup the finds, as far as it is known whether they would have stood.
+    std::vector<int64_t> num_found, found;
+    std::vector<float> evidence_of_found;
 
     int64_t num_tokens() const { return start + int64_t(known.size()); }
     int64_t num_new() const { return int64_t(known.size()) - num_known; }
@@ -57,6 +68,12 @@ struct Decoding {
         told.insert(told.end(), left_out.begin(), left_out.end());
         evidence.resize(drafts.size() + left_out.size());  // the host keeps that of its own drafts
         evidence_of_told.insert(evidence_of_told.end(), evidence.begin(), evidence.end());
+        for (Find& find : finds) {
+            num_found.push_back(std::min(count, int64_t(find.token_ids.size())));
+            found.insert(found.end(), find.token_ids.begin(), find.token_ids.begin() + num_found.back());
+            const auto first = find.evidence.begin();
+            evidence_of_found.insert(evidence_of_found.end(), first, first + num_found.back());
+        }
         drop_drafts();
         if (index) index->append(found_ids, count);
         for (int64_t i = 0; i < num_indexes; ++i) indexes[i]->append(found_ids, count);
@@ -73,6 +90,7 @@ struct Decoding {
         drafts.clear();
         evidence.clear();
         left_out.clear();
+        finds.assign(finds.size(), {});
         num_drafted = drafter = 0;
     }
 };

@@ -70,8 +70,7 @@ public:
 
 private:
     int make_all() {
-        for (Decoding& s : sequences_)
-            if (choices_) choices_->choose(&s);
+        if (choices_) choices_->choose(&sequences_);
         if (heads_) return heads_->make(&sequences_);
         if (model_) return model_->make(&sequences_);
         for (Decoding& s : sequences_) {

@@ -22,8 +22,11 @@ namespace {
 //   [sequences, rounds]   whether one more was left out
 //   [sequences, rounds]   tokens that it got
 //   [sequences, rounds]   whose the drafts were, if they were made here
+//   [sequences, rounds, lookups]   tokens that each lookup has found besides, as far as their outcome is known; if
+//                         Choices tells
 //   [...]                 of each sequence the tokens that came, then of each the drafts that its rounds had, round by
-//                         round with the one that was left out, then of each those that wait
+//                         round with the one that was left out, then of each those that wait, then of each what was
+//                         found besides
 //
 // and of all these drafts what was known, in floats: the log-softmax, or how long the match was.
 class Found {
@@ -54,10 +57,12 @@ public:
         for (const Decoding& s : sequences) add(s.missed);
         for (const Decoding& s : sequences) add(s.got);
         for (const Decoding& s : sequences) add(s.whose);
+        for (const Decoding& s : sequences) add(s.num_found);
         for (const Decoding& s : sequences)
             for (size_t i = size_t(s.num_known); i < s.known.size(); ++i) add(s.known[i]);
         for (const Decoding& s : sequences) add(s.told, s.evidence_of_told);
         for (const Decoding& s : sequences) add(s.drafts, s.evidence);
+        for (const Decoding& s : sequences) add(s.found, s.evidence_of_found);
         *num_written = ints_ - first_;
         return room_ < 0 ? TOKEN_IDS : OK;
     }

@@ -60,12 +60,16 @@ def run_rounds(
     draft: RoundsModel | None,
     stop_rule: StopRule | None,
     goes_on: bool,
+    tells_found: bool,
 ) -> Rounds:
     """What ModelRunner.rounds says."""
     asked, num_drafts, num_tokens = _asked(rows)
     num_seqs = len(rows)
     room = 2 + num_rounds + num_seqs * (5 + 4 * num_rounds) + num_tokens + num_rounds * num_drafts
     room += sum([len(row.draft) for row in rows])
+    choices = _Choices(rows, tells_found) if any([row.choice is not None for row in rows]) else None
+    num_told = 0 if choices is None or not tells_found else choices.struct.num_lookups
+    room += num_told * (num_seqs * num_rounds + num_tokens)
     found, beside = array("q", bytes(8 * room)), array("f", bytes(4 * room))
     seconds = array("d", bytes(16 * (num_rounds + 1)))
     features = None
@@ -73,7 +77,6 @@ def run_rounds(
         features = torch.empty(num_tokens, draft.num_features, dtype=draft.dtype)
     num_done, num_written = ctypes.c_int64(), ctypes.c_int64()
     rule = None if stop_rule is None else stop_rule_struct(stop_rule)
-    choices = _Choices(rows) if any([row.choice is not None for row in rows]) else None
     status = kernel.function()(
         ctypes.addressof(target.struct), None if draft is None else ctypes.addressof(draft.struct),
         None if rule is None else ctypes.addressof(rule), None if choices is None else ctypes.addressof(choices.struct),
@@ -83,7 +86,7 @@ def run_rounds(
         ctypes.addressof(num_written),
     )  # fmt: skip
     check_status(status)
-    rounds = Rounds(num_done.value, num_seqs, found[: num_written.value].tolist(), beside, seconds)
+    rounds = Rounds(num_done.value, num_seqs, found[: num_written.value].tolist(), beside, seconds, num_told)
     if any(rounds.num_unread):
         states = draft.hidden_states(features[: sum(rounds.num_unread)])
         rounds.unread = states.split(rounds.num_unread)
@@ -113,7 +116,7 @@ def _asked(rows: Sequence[DecodingRow]) -> tuple[array[int], int, int]:
 class _Choices:
     """The choices of rows, as the C++ code reads them; what they lead to lives as long as this."""
 
-    def __init__(self, rows: Sequence[DecodingRow]):
+    def __init__(self, rows: Sequence[DecodingRow], tells: bool):
         choices = [row.choice for row in rows]
         some = next(choice for choice in choices if choice is not None)
         num_seqs, num_lookups = len(rows), len(next(row.lookups for row in rows if row.choice is not None))
@@ -127,4 +130,5 @@ class _Choices:
         self.struct = kernel.Choices(
             num_lookups, rules, (ctypes.c_int64 * num_seqs)(*of_rows), (ctypes.c_int64 * num_seqs)(*most),
             (ctypes.c_double * num_seqs)(*least), (ctypes.c_void_p * len(addresses))(*addresses),
+            tells,
         )  # fmt: skip
