@@ -264,10 +264,15 @@ def test_what_did_not_come_behind_the_step_is_nobodys(lacking, expected):
 
 
 def test_what_a_following_drafter_lacks_it_gives_to_nobody():
+    """A has a block 9 of its own, in which nobody has drafted, where X and B have block 1: it fills nothing for B."""
     sequences = make_sequences(num_blocks=12, drafts_follow=True)
-    requests = [new("A", range(49), [1, 2, 3, 4], 16), new("B", range(50), [1, 2, 3, 5], 48)]
+    (entry,), _ = step(sequences, [new("X", range(17), [1, 6])], counts={"X": 17})
+    run(entry, [])
+    entry.sequence.page_table.advance(DRAFT, 17)
+    sequences.note_draft_kv([entry.sequence])
+    requests = [new("A", range(49), [9, 2, 3, 4], 16), new("B", range(50), [1, 2, 3, 5], 48)]
     entries, _ = step(sequences, requests, counts={"A": 33, "B": 2})
-    assert drafted_lens(entries) == [0, 0]  # nobody has drafted in block 1
+    assert drafted_lens(entries) == [0, 16]
 
 
 def test_a_block_that_is_handed_out_anew_in_the_step_in_which_it_is_found_has_no_kv_of_before():
