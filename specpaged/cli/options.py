@@ -14,10 +14,18 @@ Model = Annotated[str | None, typer.Option(help="Target: local path or hub id. D
 Texts = Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="Texts to complete.")]
 DraftModel = Annotated[str | None, typer.Option(help="Draft: local path or hub id.")]
 Method = Annotated[
-    str,
+    str | None,
     typer.Option(
         help=f"Who drafts, one of {', '.join(METHODS)}, or several, with commas between them; ngram, suffix and custom "
-        "need no draft model."
+        "need no draft model. Default: draft_model."
+    ),
+]
+SpeculativeConfig = Annotated[
+    str | None,
+    typer.Option(
+        metavar="JSON",
+        help="What LLM(speculative_config=...) takes, as vLLM spells it: any of its keys that no other option says, "
+        """such as '{"method": ["suffix", "eagle3"], "model": "DIR", "suffix_decoding_max_spec_factor": 2.0}'.""",
     ),
 ]
 Drafter = Annotated[

@@ -233,13 +233,13 @@ class DraftPlanner:
         outcomes, self._outcomes = self._outcomes, []
         for sequence, draft, token_ids in outcomes:
             if draft and not draft.drafter:
-                ask(self.controller.observe_drafts, sequence, *_outcome(draft, token_ids), _Evidence(draft))
+                ask(self.controller.observe_drafts, sequence, *outcome_of(draft, token_ids), _Evidence(draft))
             for found in draft.found:
-                outcome = _outcome(found, token_ids)
+                outcome = outcome_of(found, token_ids)
                 ask(self.controller.observe_lookup, found.drafter - 1, sequence, *outcome, _Evidence(found))
 
 
-def _outcome(draft: Draft, token_ids: SequenceOf[int]) -> tuple[int, int]:
+def outcome_of(draft: Draft, token_ids: SequenceOf[int]) -> tuple[int, int]:
     """How many of its tokens stand where these came, and whether the next one fell: 0 where that is not known."""
     num_accepted, num_known = 0, min(len(draft), len(token_ids))
     while num_accepted < num_known and draft.token_ids[num_accepted] == token_ids[num_accepted]:
