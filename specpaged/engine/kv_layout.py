@@ -6,8 +6,11 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from typing_extensions import override
+
 from specpaged.paging.block_allocator import BlockAllocator
 from specpaged.paging.page_table import PageTable
+from specpaged.paging.split_page_table import SplitPageTable
 
 if TYPE_CHECKING:
     from specpaged.engine.scheduler import ScheduledSequence
@@ -41,6 +44,7 @@ class KVLayout:
 
     name = "truncate"
     shares_blocks = True  # between sequences: forks and the prefix cache
+    num_shared_pools = 2  # whose KV lies in those blocks: the target's, the draft's
 
     def __init__(self, tokens_per_block: int):
         self.tokens_per_block = tokens_per_block
@@ -60,5 +64,40 @@ class KVLayout:
     def realign(self, running: SequenceOf[Sequence]) -> None:
         """Bring the KV of all running sequences into the layout's order."""
 
+    @property
+    def num_draft_held(self) -> int:
+        """Blocks that are the draft's alone, and that sequences hold."""
+        return 0
+
     def check_integrity(self) -> None:
         """IntegrityError where the layout's invariants do not hold."""
+
+    def check_draft_blocks(self, tables: SequenceOf[PageTable]) -> None:
+        """IntegrityError unless each block that is the draft's alone is held by one of these tables, which are all."""
+
+
+class SplitKVLayout(KVLayout):
+    """Pages, of which the draft has `num_draft_blocks` of its own: see SplitPageTable for `window`."""
+
+    num_shared_pools = 1
+
+    def __init__(self, tokens_per_block: int, num_draft_blocks: int, window: int | None):
+        super().__init__(tokens_per_block)
+        self.draft_allocator = BlockAllocator(num_draft_blocks)
+        self.window = window
+
+    @override
+    def new_table(self, allocator: BlockAllocator, num_pools: int) -> PageTable:
+        if num_pools == 1:
+            return super().new_table(allocator, num_pools)
+        return SplitPageTable(allocator, self.draft_allocator, self.tokens_per_block, self.window)
+
+    @property
+    @override
+    def num_draft_held(self) -> int:
+        return self.draft_allocator.num_held
+
+    @override
+    def check_draft_blocks(self, tables: SequenceOf[PageTable]) -> None:
+        split = [table.draft for table in tables if isinstance(table, SplitPageTable)]
+        self.draft_allocator.check_integrity([table.blocks for table in split])

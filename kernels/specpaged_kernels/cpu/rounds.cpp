@@ -55,7 +55,8 @@ struct Choices {
     Lookup* const* indexes;      // [num_seqs, num_lookups], as Decoding has one; null where none may be found
 };
 
-// In ints one after the other: these nine, its last known tokens, its drafts, its stop ids, its blocks.
+// In ints one after the other: these eleven, its last known tokens, its drafts, its stop ids, its blocks, and the draft
+// model's.
 struct Decoding {
     int64_t num_known;      // of the tokens that come along, those from `start` on, which some model has not run
     int64_t start;          // the position of the first one; the target has run all of them but the last
@@ -65,12 +66,15 @@ struct Decoding {
     int64_t most;           // tokens that may come, 1 at least: slots reach up to the last but one
     int64_t num_stop_ids, num_blocks;
     Lookup* index;  // its address: of all known tokens, to which those that come are added; it drafts if no model does
+    int64_t num_draft_blocks;  // 0: the draft model's KV lies in the same blocks as the target's
+    int64_t num_skipped;      // tokens before draft_context that the draft model does not read, in the places of which
+                               // it has those behind them
 
     std::vector<int64_t> known, drafts;
     std::vector<char> features;   // of heads: of the tokens that the target has run, and they have not
     std::vector<float> evidence;  // of each draft, if they were made here, and of the one that was left out
     std::vector<int64_t> left_out;  // the first draft that was, if any
-    const int64_t *stop_ids, *blocks;
+    const int64_t *stop_ids, *blocks, *draft_blocks;
     int64_t num_drafted = 0;  // of which the drafts are what is left
     int64_t rule_row = -1;    // its own in the rule, if it has one
     bool has_ended = false;  // no more may come, or a stop id has
@@ -89,12 +93,12 @@ struct Decoding {
 };
 
 inline int read_decoding(const int64_t* ints, int64_t num_ints, int64_t num_seqs, std::vector<Decoding>* sequences) {
-    constexpr int64_t HEAD = 9;
+    constexpr int64_t HEAD = 11;
     const int64_t* const end = ints + num_ints;
     for (int64_t seq = 0; seq < num_seqs; ++seq) {
         if (end - ints < HEAD) return TOKEN_IDS;
         Decoding s = {ints[0], ints[1], ints[2], ints[3], ints[4], ints[5], ints[6], ints[7],
-                      (Lookup*)ints[8], {}, {}, {}, {}, {}, {}, {}};
+                      (Lookup*)ints[8], ints[9], ints[10], {}, {}, {}, {}, {}, {}, {}, {}};
         ints += HEAD;
         if (s.num_known < 1 || s.num_known > end - ints) return TOKEN_IDS;
         s.known.assign(ints, ints + s.num_known);
@@ -111,6 +115,11 @@ inline int read_decoding(const int64_t* ints, int64_t num_ints, int64_t num_seqs
         if (s.num_blocks < 0 || s.num_blocks > end - ints) return PAGE_TABLE;
         s.blocks = ints;
         ints += s.num_blocks;
+        if (s.num_draft_blocks < 0 || s.num_draft_blocks > end - ints) return PAGE_TABLE;
+        s.draft_blocks = s.num_draft_blocks ? ints : s.blocks;
+        ints += s.num_draft_blocks;
+        if (!s.num_draft_blocks) s.num_draft_blocks = s.num_blocks;
+        if (s.num_skipped < 0 || s.num_skipped > s.draft_context) return CONTEXT_LENS;
         sequences->push_back(std::move(s));
     }
     return ints == end ? OK : TOKEN_IDS;
@@ -144,7 +153,7 @@ public:
         int64_t num_rows = 0;
         for (const Decoding& s : sequences_) {
             const int64_t count = 1 + int64_t(s.drafts.size());
-            describe(s, s.num_tokens() - 1, count, count, 0);
+            describe(s, s.num_tokens() - 1, 0, count, count, 0, s.num_blocks);
             ints_.insert(ints_.end(), s.drafts.begin(), s.drafts.end());
             ints_.insert(ints_.end(), s.blocks, s.blocks + s.num_blocks);
             num_rows += count;
@@ -264,8 +273,9 @@ private:
             const int64_t count = num_useful(s);
             if (count < 1) continue;
             drafting.push_back(&s);
-            describe(s, s.draft_context, s.num_tokens() - s.draft_context, 1, count - 1);
-            ints_.insert(ints_.end(), s.blocks, s.blocks + s.num_blocks);
+            describe(s, s.draft_context, s.num_skipped, s.num_tokens() - s.draft_context, 1, count - 1,
+                     s.num_draft_blocks);
+            ints_.insert(ints_.end(), s.draft_blocks, s.draft_blocks + s.num_draft_blocks);
             num_found += count;
         }
         if (drafting.empty()) return OK;
@@ -433,11 +443,13 @@ private:
         s->num_drafted = s->drafter = 0;
     }
 
-    // The head of a greedy.cpp's Sequence, and those of its tokens that are known.
-    void describe(const Decoding& s, int64_t context_len, int64_t num_tokens, int64_t num_logits, int64_t num_steps) {
-        for (const int64_t value : {num_tokens, context_len, num_logits, num_steps, s.num_blocks})
+    // The head of a greedy.cpp's Sequence, and those of its tokens that are known, from position `start` on, which is
+    // `num_skipped` less to the model.
+    void describe(const Decoding& s, int64_t start, int64_t num_skipped, int64_t num_tokens, int64_t num_logits,
+                  int64_t num_steps, int64_t num_blocks) {
+        for (const int64_t value : {num_tokens, start - num_skipped, num_logits, num_steps, num_blocks})
             ints_.push_back(value);
-        ints_.insert(ints_.end(), s.known.begin() + (context_len - s.start), s.known.end());
+        ints_.insert(ints_.end(), s.known.begin() + (start - s.start), s.known.end());
     }
 
     int run(const Model& model, size_t num_seqs, int64_t num_found, bool wants_logprobs, const StopRule* rule,

@@ -67,16 +67,19 @@ def run_rounds(
     room = 2 + num_rounds + num_seqs * (5 + 4 * num_rounds)
     num_features, most_features = 0 if draft is None else draft.num_features, 0
     for (
-        token_ids, start, draft_context_len, drafts, num_draft_tokens, most_tokens, stop_ids, blocks, lookup, choice, _
+        token_ids, start, draft_context_len, drafts, num_draft_tokens, most_tokens, stop_ids, blocks, lookup, choice, _,
+        draft_blocks, num_skipped,
     ) in rows:  # fmt: skip
+        own_blocks = () if draft_blocks is None or draft_blocks is blocks else draft_blocks
         ints += (
             len(token_ids), start, draft_context_len, len(drafts), num_draft_tokens, most_tokens, len(stop_ids),
-            len(blocks), lookup,
+            len(blocks), lookup, len(own_blocks), num_skipped,
         )  # fmt: skip
         ints += token_ids
         ints += drafts
         ints += stop_ids
         ints += blocks
+        ints += own_blocks
         longest = num_draft_tokens if choice is None else max(num_draft_tokens, choice.num_tokens)
         room += most_tokens + len(drafts) + num_rounds * longest
         most_features += most_tokens * num_features
