@@ -55,16 +55,16 @@ def check(config: EngineConfig, models: Sequence[LoadedModel]) -> None:
             f"least {most_drafts + 2} (num_speculative_tokens + 2), that is "
             f"{-(-(most_drafts + 2) // size) * _block_bytes(config, models)[1]} bytes"
         )
+    beside = f" beside the draft's {memory - of_target}" if own_pool else ""
     if num_blocks * size < most_drafts + 2:
         raise ValueError(
             f"speculative_config['num_speculative_tokens']={most_drafts} needs KV for {most_drafts + 2} "
-            f"tokens of a sequence; kv_cache_memory_bytes={of_target} holds {max(0, num_blocks) * size} "
+            f"tokens of a sequence; kv_cache_memory_bytes={memory}{beside} holds {max(0, num_blocks) * size} "
             f"({of_token} bytes per token, block_size {size})"
         )
     check_drafts_fit(config)
     blocks_per_sequence = -(-config.max_model_len // size)
     if num_blocks < blocks_per_sequence:
-        beside = f" beside the draft's {memory - of_target}" if own_pool else ""
         raise ValueError(
             f"kv_cache_memory_bytes={memory}{beside} holds {num_blocks} blocks = {num_blocks * size} tokens; "
             f"allowed: at least one sequence of max_model_len={config.max_model_len}, that is "

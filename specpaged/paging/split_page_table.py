@@ -87,15 +87,14 @@ class SplitPageTable(PageTable):
         num_read = num_tokens - self._num_skipped
         if self.window is not None:
             num_drafts = max(0, min(num_drafts, self.window - num_read))
-        try:
-            self.draft.reserve(num_read + num_drafts)
-        except OutOfBlocksError:
-            room = self.draft.capacity - num_read
-            if room >= 0:
-                return min(num_drafts, room)
-            self.drop_draft()
-            return None
-        return num_drafts
+        for num_slots in (num_read + num_drafts, num_read):
+            try:
+                self.draft.reserve(num_slots)
+                return min(num_drafts, self.draft.capacity - num_read)
+            except OutOfBlocksError:
+                continue
+        self.drop_draft()
+        return None
 
     def drop_draft(self) -> int:
         """Give up the draft's KV. Returns how many blocks it had."""
