@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from specpaged.checks import check_callable, check_choice
+from specpaged.checks import check_callable, check_choice, check_use
 from specpaged.llm import LLM
 from specpaged.outputs import RequestOutput
 from specpaged.prompts import PromptRecord, clip, evenly_spread, is_unicode, load_prompts
@@ -82,6 +82,9 @@ class Job:
         threads: int | None,
         output: Path | None,
         draft_kv_cache_dtype: str = "auto",
+        draft_kv_cache_memory_bytes: int | None = None,
+        draft_kv_window: int | None = None,
+        block_size: int | None = None,
         drafter: str | None = None,
         texts: Sequence[str] | None = None,
         **engine_arguments: Any,
@@ -108,6 +111,11 @@ class Job:
         has_draft = draft_model is not None or (model is None and "draft_model" in methods)  # the embedded pair's
         if draft_kv_cache_dtype != "auto" and not has_draft:
             raise ValueError(f"--draft-kv-cache-dtype={draft_kv_cache_dtype!r} needs a --draft-model")
+        of_draft = {"kv_cache_memory_bytes": draft_kv_cache_memory_bytes, "kv_window": draft_kv_window}
+        for name, value in of_draft.items():
+            check_use(f"--draft-{name.replace('_', '-')}", value, has_draft, "a --draft-model alone, and there is none")
+        if block_size is not None:
+            engine_arguments["block_size"] = block_size
         records = evenly_spread(_records(prompts, texts), num_prompts)
         if output is not None and not _is_writable(output):
             raise ValueError(
@@ -124,7 +132,7 @@ class Job:
         if not lacks_draft:
             k = num_speculative_tokens
             speculative = {"method": methods, "model": draft_model, "num_speculative_tokens": k}
-            speculative |= {"kv_cache_dtype": draft_kv_cache_dtype, "drafter": drafter}
+            speculative |= {"kv_cache_dtype": draft_kv_cache_dtype, "drafter": drafter} | of_draft
         llm = LLM(model, speculative_config=speculative, **engine_arguments)
         room = llm.config.max_model_len - max_tokens
         if room < 1:
