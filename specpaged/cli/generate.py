@@ -22,6 +22,7 @@ def generate(
     max_prompt_tokens: options.MaxPromptTokens = None,
     num_speculative_tokens: options.K = None,
     max_num_seqs: options.MaxNumSeqs = 8,
+    max_num_batched_tokens: options.MaxNumBatchedTokens = None,
     max_model_len: options.MaxModelLen = None,
     kv_cache_memory_bytes: options.KVCacheMemory = None,
     max_tokens: options.MaxTokens = 64,

@@ -85,6 +85,7 @@ class Job:
         draft_kv_cache_memory_bytes: int | None = None,
         draft_kv_window: int | None = None,
         block_size: int | None = None,
+        max_num_batched_tokens: int | None = None,
         drafter: str | None = None,
         texts: Sequence[str] | None = None,
         **engine_arguments: Any,
@@ -114,8 +115,8 @@ class Job:
         of_draft = {"kv_cache_memory_bytes": draft_kv_cache_memory_bytes, "kv_window": draft_kv_window}
         for name, value in of_draft.items():
             check_use(f"--draft-{name.replace('_', '-')}", value, has_draft, "a --draft-model alone, and there is none")
-        if block_size is not None:
-            engine_arguments["block_size"] = block_size
+        sizes = {"block_size": block_size, "max_num_batched_tokens": max_num_batched_tokens}
+        engine_arguments |= {name: size for name, size in sizes.items() if size is not None}
         records = evenly_spread(_records(prompts, texts), num_prompts)
         if output is not None and not _is_writable(output):
             raise ValueError(

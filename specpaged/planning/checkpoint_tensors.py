@@ -68,6 +68,14 @@ class CheckpointTensors:
         return sum(tensor.num_elements for tensor in self.tensors)
 
     @property
+    def is_heads(self) -> bool:
+        """Whether these are EAGLE-3's or Clover's heads, and no model that stands alone."""
+        names = [*(self.config.get("architectures") or ()), self.config.get("speculators_model_type") or ""]
+        return any(kind in name.lower() for name in names for kind in ("eagle", "clover")) or any(
+            tensor.name.startswith("midlayer.") for tensor in self.tensors
+        )
+
+    @property
     def dtype(self) -> str:
         """The dtype of most of its elements: "float16"; "float32" where that is none of ours."""
         by_dtype: dict[str, int] = {}

@@ -28,6 +28,7 @@ def engine_command(request: PlanRequest, way: Way) -> str:
         words += ["--draft-model", said["draft_model"]]
     words += ["--max-model-len", planner.context, "--max-num-seqs", way.batch, "--kv-cache-memory-bytes", kv]
     words += ["--block-size", way.memory.block_size]
+    words += _unless(2048, "--max-num-batched-tokens", max(way.batch, way.memory.max_num_batched_tokens))
     words += _unless("auto", "--dtype", said["dtype"]) + _unless("exact", "--numerics", said["numerics"])
     if way.memory.target.kv_dtype != way.memory.target.dtype:
         words += ["--kv-cache-dtype", way.memory.target.kv_dtype]
@@ -49,6 +50,7 @@ def vllm_command(request: PlanRequest, ways: Sequence[Way]) -> str:
     words = ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", said["model"] or request.target.name]
     words += ["--worker-cls", WORKER, "--dtype", target.dtype, "--max-model-len", planner.context]
     words += ["--max-num-seqs", way.batch, "--kv-cache-memory-bytes", kv, "--block-size", way.memory.block_size]
+    words += ["--max-num-batched-tokens", max(way.batch, way.memory.max_num_batched_tokens)]
     own = {}
     if target.kv_dtype != target.dtype:
         own["kv_cache_dtype"] = target.kv_dtype

@@ -93,10 +93,8 @@ class PlanRequest:
             if value is not None and value <= 0:
                 raise ValueError(f"--{name}={value!r} must be more than 0")
         of_target = CheckpointTensors.read(model or EMBEDDED_TARGET)
-        common = {"device": device, "max_model_len": context}
-        target = ModelMemory.of(
-            of_target, dtype=dtype, kv_cache_dtype=kv_cache_dtype, is_fast=numerics == "fast", **common
-        )
+        common = {"device": device, "max_model_len": context, "dtype": dtype}
+        target = ModelMemory.of(of_target, kv_cache_dtype=kv_cache_dtype, is_fast=numerics == "fast", **common)
         if target.max_position_embeddings and context > target.max_position_embeddings:
             raise ValueError(
                 f"--context={context} must be at most the {target.max_position_embeddings} positions of the target"
@@ -104,6 +102,11 @@ class PlanRequest:
         draft = None
         if draft_model is not None:
             of_draft = CheckpointTensors.read(draft_model, "--draft-model")
+            if of_draft.is_heads:
+                raise ValueError(
+                    f"--draft-model={draft_model!r} holds heads that read a target, whose KV is a layer's and has the "
+                    "target's blocks; allowed: a draft model"
+                )
             arguments = {"kv_cache_dtype": draft_kv_cache_dtype, "argument": "--draft-model"}
             draft = ModelMemory.of(of_draft, is_fast=True, **arguments, **common)
             if draft.vocab_size < target.vocab_size:
@@ -123,7 +126,9 @@ class PlanRequest:
             "block_size": block_size or (64 if device.startswith("cuda") else 16),
             "max_num_batched_tokens": max_num_batched_tokens,
         }
-        plain, drafting = layouts(target, draft, layout, context, draft_kv_window, draft_kv_cache_dtype, device)
+        plain, drafting = layouts(
+            target, draft, layout, context, draft_kv_window, kv_cache_dtype == "auto", draft_kv_cache_dtype == "auto"
+        )
         planner = Planner(costs, plain, drafting, context, batch, max_num_speculative_tokens)
         said = {"model": model, "draft_model": draft_model, "dtype": dtype, "numerics": numerics, "threads": threads}
         return cls(budget, planner, target, draft, device, said | layout)
@@ -179,23 +184,22 @@ def layouts(
     layout: dict[str, int],
     context: int,
     window: int | None,
-    draft_kv_dtype: str,
-    device: str,
+    may_narrow: bool,
+    may_narrow_draft: bool,
 ) -> tuple[dict[str, MemoryModel], dict[str, MemoryModel]]:
     """Those without a draft, and those with one, by name: in blocks that both share, with a window, and with a pool of
     the draft's own for half of the sequences.
 
-    The draft's KV is in 16 bits where nobody has said what it is to be. The target's is as asked for, and in 16 bits
-    where that is wider: it rounds what plain decoding reads, too.
+    Where nobody has said what KV is to be, the draft's is in 16 bits, and the target's both as its arithmetic has it
+    and in 16 bits: that rounds what plain decoding reads, too.
     """
     targets = {"": target}
-    on_cpu = not device.startswith("cuda")
-    if on_cpu and target.kv_dtype == target.dtype == "float32":
+    if may_narrow and target.kv_dtype == "float32":
         targets[", 16-bit KV"] = _narrowed(target)
     plain = {f"plain{of_kv}": MemoryModel(model, **layout) for of_kv, model in targets.items()}
     if draft is None:
         return plain, {}
-    if on_cpu and draft_kv_dtype == "auto" and draft.kv_dtype == "float32":
+    if may_narrow_draft and draft.kv_dtype == "float32":
         draft = _narrowed(draft)
     drafting, read = {}, window or DEFAULT_WINDOW
     for of_kv, model in targets.items():

@@ -87,6 +87,12 @@ def test_what_cannot_be_planned_is_refused_in_one_sentence(toy_pair, arguments, 
     assert message in errors[0]
 
 
+def test_heads_are_no_draft_model(target, heads):
+    result = runner.invoke(app, ["plan", "--model", target[0], "--draft-model", heads["eagle3"], "--memory", "1GiB"])
+    assert result.exit_code == 2
+    assert "holds heads that read a target" in result.stderr
+
+
 def test_a_plan_loads_no_weights(toy_pair):
     """It does not even import torch."""
     code = (

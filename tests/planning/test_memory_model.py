@@ -132,7 +132,7 @@ def test_the_parts_of_a_pool_are_all_of_it(toy_pair):
 def test_what_a_config_lacks_is_named(tmp_path, toy_pair):
     checkpoint = CheckpointTensors.read(toy_pair.target)
     broken = CheckpointTensors(checkpoint.directory, {**checkpoint.config, "hidden_size": None}, checkpoint.tensors)
-    with pytest.raises(ValueError, match="--model: config.json has hidden_size=None; allowed: an int >= 1"):
+    with pytest.raises(ValueError, match=r"--model: config.json has hidden_size=None; allowed: an int >= 1"):
         ModelMemory.of(broken)
     with pytest.raises(ValueError, match=r"--draft-model='nobody/nothing' is no directory, nor in the hub's cache"):
         CheckpointTensors.read("nobody/nothing", "--draft-model")

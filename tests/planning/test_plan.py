@@ -112,9 +112,7 @@ def test_what_tune_has_measured_is_taken_for_both(tmp_path):
     assert known.tokens(3) == 1 + 0.5 + 0.125 + 0.03125
     assert known.costs.target.seconds == [0.5, 0.6]
     path.write_text("{}")
-    with pytest.raises(
-        ValueError, match=r"--measured=.* cannot be used \(KeyError: 'costs'\); allowed: a tune.json of"
-    ):
+    with pytest.raises(ValueError, match=r"--measured=.* cannot be used \(KeyError: 'costs'\); allowed: a tune.json"):
         PassCosts.of(TARGET, DRAFT, "cpu", None, 0.9, None, path, None)
 
 
@@ -137,7 +135,7 @@ def test_bytes_are_read_in_the_usual_units(text, expected):
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "6 giraffes", "0", "1e9"])
 def test_what_is_no_number_of_bytes_is_refused(text):
-    with pytest.raises(ValueError, match="--memory=.* must be a number of bytes; allowed: 6GiB"):
+    with pytest.raises(ValueError, match=r"--memory=.* must be a number of bytes; allowed: 6GiB"):
         parse_bytes("--memory", text)
 
 
