@@ -15,8 +15,9 @@ from specpaged.drafting import get_drafter, require_drafter
 from specpaged.engine import kv_memory
 from specpaged.engine.cost_probe import get_planner
 from specpaged.engine.engine import Engine
-from specpaged.engine.kv_layout import KVLayout, SplitKVLayout
+from specpaged.engine.kv_layout import KVLayout
 from specpaged.engine.report import StartupReport
+from specpaged.engine.split_kv_layout import SplitKVLayout
 from specpaged.engine.vocabulary import Vocabulary
 from specpaged.metrics import RequestMetrics
 from specpaged.modeling.loaded_model import LoadedModel

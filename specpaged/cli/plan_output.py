@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from specpaged.cli.printing import console
-from specpaged.planning.request import human_bytes
+from specpaged.planning.units import human_bytes
 
 if TYPE_CHECKING:
-    from specpaged.planning.plan import Way
     from specpaged.planning.request import PlanRequest
+    from specpaged.planning.way import Way
 
 
 def print_ways(request: PlanRequest, ways: Sequence[Way]) -> None:

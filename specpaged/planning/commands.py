@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from specpaged.planning.plan import Way
+from specpaged.planning.way import Way
 
 if TYPE_CHECKING:
     from specpaged.planning.request import PlanRequest

@@ -2,41 +2,24 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from specpaged.checks import check_choice, check_share
 from specpaged.config import DTYPES, EMBEDDED_DRAFT, EMBEDDED_TARGET, NUMERICS
 from specpaged.planning.checkpoint_tensors import CheckpointTensors
+from specpaged.planning.layouts import layouts
 from specpaged.planning.memory_model import MemoryModel
 from specpaged.planning.model_memory import ModelMemory
-from specpaged.planning.pass_costs import PassCosts, RoofLine
-from specpaged.planning.plan import Planner, Way, closed_bound
+from specpaged.planning.pass_costs import PassCosts
+from specpaged.planning.plan import Planner, closed_bound
+from specpaged.planning.roof_line import RoofLine
 from specpaged.planning.speed import Speed
+from specpaged.planning.units import human_bytes, parse_bytes
+from specpaged.planning.way import Way
 from specpaged.speculative_config import MIN_KV_WINDOW
 from specpaged_kernels.cpu.build import cache_folder
-
-DEFAULT_WINDOW = 512
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
-
-
-def parse_bytes(name: str, value: str) -> int:
-    """'6GiB', '800MB', '1.5 GB' or '4096' as bytes. ValueError."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value)
-    unit = None if match is None else _UNITS.get(match[2].upper())
-    if unit is None or float(match[1]) * unit < 1:
-        raise ValueError(f"{name}={value!r} must be a number of bytes; allowed: 6GiB, 800MB, 8589934592")
-    return int(float(match[1]) * unit)
-
-
-def human_bytes(num_bytes: float) -> str:
-    """1536 -> '1.5 KiB'."""
-    units = ("B", "KiB", "MiB", "GiB")
-    power = min(len(units) - 1, max(0, (int(num_bytes).bit_length() - 1) // 10))
-    return f"{num_bytes:.0f} B" if power == 0 else f"{num_bytes / (1 << 10 * power):.2f} {units[power]}"
 
 
 @dataclass(frozen=True)
@@ -176,40 +159,3 @@ class PlanRequest:
             "tokens_per_round": [round(costs.tokens(k), 4) for k in range(self.planner.most_drafts + 1)],
             "closed_bounds": {name: self.closed(model) for name, model in self.planner.drafting.items()},
         }
-
-
-def layouts(
-    target: ModelMemory,
-    draft: ModelMemory | None,
-    layout: dict[str, int],
-    context: int,
-    window: int | None,
-    may_narrow: bool,
-    may_narrow_draft: bool,
-) -> tuple[dict[str, MemoryModel], dict[str, MemoryModel]]:
-    """Those without a draft, and those with one, by name: in blocks that both share, with a window, and with a pool of
-    the draft's own for half of the sequences.
-
-    Where nobody has said what KV is to be, the draft's is in 16 bits, and the target's both as its arithmetic has it
-    and in 16 bits: that rounds what plain decoding reads, too.
-    """
-    targets = {"": target}
-    if may_narrow and target.kv_dtype == "float32":
-        targets[", 16-bit KV"] = _narrowed(target)
-    plain = {f"plain{of_kv}": MemoryModel(model, **layout) for of_kv, model in targets.items()}
-    if draft is None:
-        return plain, {}
-    if may_narrow_draft and draft.kv_dtype == "float32":
-        draft = _narrowed(draft)
-    drafting, read = {}, window or DEFAULT_WINDOW
-    for of_kv, model in targets.items():
-        drafting[f"draft{of_kv}"] = MemoryModel(model, draft, **layout)
-        drafting[f"half draft{of_kv}"] = MemoryModel(model, draft, drafting_share=0.5, **layout)
-        if read < context:
-            drafting[f"window {read}{of_kv}"] = MemoryModel(model, draft, window=read, **layout)
-    return plain, drafting
-
-
-def _narrowed(model: ModelMemory) -> ModelMemory:
-    """The model with KV in bfloat16 in place of float32."""
-    return replace(model, kv_dtype="bfloat16", kv_bytes_per_token=model.kv_bytes_per_token // 2)

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from specpaged.planning.memory_model import MemoryModel
 from specpaged.planning.model_memory import ModelMemory
-from specpaged.planning.pass_costs import PassCosts, RoofLine, find_kept, pair_key
+from specpaged.planning.pass_costs import PassCosts, find_kept, pair_key
 from specpaged.planning.plan import Planner, closed_bound
-from specpaged.planning.request import human_bytes, parse_bytes
+from specpaged.planning.roof_line import RoofLine
 from specpaged.planning.speed import Speed
+from specpaged.planning.units import human_bytes, parse_bytes
 from specpaged.speculation.cost_model import CostModel
 from specpaged.speculation.pass_seconds import PassSeconds
 
