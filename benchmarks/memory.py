@@ -27,6 +27,12 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def resident_bytes() -> int:
+    """Of this process now."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
 def main(k: int) -> None:
     """Load, make every page of the pools resident, decode two full batches."""
     torch.set_num_threads(1)
@@ -43,6 +49,7 @@ def main(k: int) -> None:
     for runner in runners:
         for layer in runner.kv_cache.layers:
             layer.zero_()
+    loaded = resident_bytes()
     prompts = [{"prompt_token_ids": token_ids} for token_ids in sample_prompts(2 * BATCH_SIZE)]
     llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True), use_tqdm=False)
     floor = sum(runner.model.weight_bytes + runner.kv_cache.num_bytes for runner in runners)
@@ -50,6 +57,8 @@ def main(k: int) -> None:
     planned = planned_bytes(k, sum(map(len, (prompt["prompt_token_ids"] for prompt in prompts[:BATCH_SIZE]))))
     measured = peak - imports
     figures = {"imports": imports, "floor": floor, "peak": peak, "rest": measured - floor}
+    figures |= {"beside_floor_when_loaded": loaded - imports - floor, "buffers": peak - loaded}
+    figures |= {"planned_buffers": planned - floor}
     print(json.dumps(figures | {"planned": planned, "share": round(measured / planned, 4)}))
 
 

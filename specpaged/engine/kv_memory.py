@@ -120,13 +120,11 @@ def _num_blocks(config: EngineConfig, models: Sequence[LoadedModel]) -> list[int
     if of_draft:
         speculative = config.speculative_config
         num_read = min(config.max_model_len, speculative.kv_window or config.max_model_len)
-        of_sequence = -(-num_read // config.block_size)  # at most
-        num_wanted = config.num_residents * of_sequence
+        num_wanted = config.num_residents * -(-num_read // config.block_size)  # in which nobody goes without
         if speculative.kv_cache_memory_bytes is not None:
             num_wanted = min(num_wanted, speculative.kv_cache_memory_bytes // of_draft[0])
-        else:  # for as many as there is KV for in both pools
-            num_full = memory // (blocks_per_sequence * of_target + of_sequence * of_draft[0])
-            num_wanted = min(num_wanted, max(1, num_full) * of_sequence)
+        else:  # nor in as many blocks as the target has
+            num_wanted = min(num_wanted, memory // (of_target + of_draft[0]))
         num_draft_blocks = [num_wanted]
         memory -= num_wanted * of_draft[0]
     num_blocks = memory // of_target

@@ -112,15 +112,16 @@ def test_requests_beyond_the_drafts_budget_decode_plainly_and_are_counted(toy_pa
 
 def test_what_the_draft_does_not_hold_is_the_targets(toy_pair):
     memory = 100 * 16 * BYTES_PER_TOKEN
-    arguments = {"max_model_len": MAX_MODEL_LEN, "kv_cache_memory_bytes": memory, "max_num_seqs": 16}
+    arguments = {"max_model_len": MAX_MODEL_LEN, "kv_cache_memory_bytes": memory}
 
-    def blocks(**speculative) -> list[int]:
-        engine = make_llm(toy_pair, k=3, speculative=speculative, **arguments).engine
+    def blocks(max_num_seqs: int = 16, **speculative) -> list[int]:
+        engine = make_llm(toy_pair, k=3, speculative=speculative, max_num_seqs=max_num_seqs, **arguments).engine
         return [runner.kv_cache.num_blocks for runner in (engine.target, engine.draft)]
 
     assert blocks() == [50, 50]
     assert blocks(kv_cache_memory_bytes=memory // 5) == [80, 20]
-    assert blocks(kv_window=64) == [100 - 4 * 7, 4 * 7]  # seven sequences have 10 + 4 blocks each
+    assert blocks(7, kv_window=64) == [100 - 4 * 7, 4 * 7]  # seven sequences, of which the draft reads four blocks each
+    assert blocks(kv_window=64) == [50, 50]  # sixteen may all be short
     with pytest.raises(ValueError) as error:
         blocks(kv_cache_memory_bytes=BYTES_PER_TOKEN)
     assert (
