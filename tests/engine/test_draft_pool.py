@@ -7,6 +7,7 @@ import random
 import pytest
 
 from specpaged import LLM, SamplingParams
+from specpaged.modeling.model_runner import ModelRunner
 from tests import toys
 from tests.engine.test_engine import make_llm
 from tests.engine.test_engine_histories import outcome, random_params
@@ -72,7 +73,16 @@ def test_all_drafts_stand_of_a_draft_that_is_the_target_in_a_pool_of_its_own(toy
     assert llm.metrics.requests_without_draft_kv == 0
 
 
-def test_rounds_of_one_call_draft_by_the_window_that_single_ones_draft_by(toy_pair):
+def test_rounds_of_one_call_draft_by_the_window_that_single_ones_draft_by(toy_pair, monkeypatch):
+    honest, drafted_in_call = ModelRunner.rounds, []
+
+    def rounds(self, rows, *arguments):
+        found = honest(self, rows, *arguments)
+        drafted_in_call.append(found.drafts and all(row.num_skipped for row in rows))
+        return found
+
+    monkeypatch.setattr(ModelRunner, "rounds", rounds)
+
     def drafted(num_scheduler_steps: int) -> tuple:
         llm = make_llm(
             toy_pair, k=3, draft=toy_pair.target, speculative={"numerics": "exact", "kv_window": 64},
@@ -81,7 +91,10 @@ def test_rounds_of_one_call_draft_by_the_window_that_single_ones_draft_by(toy_pa
         run(llm, toys.prompts(4, shortest=100, longest=120), max_tokens=14)  # within which no window slides twice
         return llm.metrics.accepted_per_position, llm.metrics.draft_tokens
 
-    single, several = drafted(1), drafted(4)
+    single = drafted(1)
+    assert drafted_in_call == []
+    several = drafted(4)
+    assert any(drafted_in_call)
     assert single == several
     assert 0 < sum(single[0]) < single[1]  # the draft has not read all, and so does not say all that the target says
 

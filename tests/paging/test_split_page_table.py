@@ -63,7 +63,7 @@ class World:
             assert self.slots[self.slot(place)] == tuple(text[: place + 1])
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(
     num_prompt_tokens=st.integers(1, 200),
     window=st.sampled_from([None, 64, 80, 128]),
