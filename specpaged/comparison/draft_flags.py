@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specpaged.checks import check_callable, check_choice
+from specpaged.checks import check_callable, check_choice, check_use
 from specpaged.speculative_config import HEADS, METHODS, WITH_MODEL, SpeculativeConfig
 
 _EXAMPLE = '{"method": "suffix", "suffix_decoding_max_spec_factor": 2.0}'
@@ -27,6 +27,8 @@ class DraftFlags:
     drafter: str | None = None
     num_speculative_tokens: int | None = None
     draft_kv_cache_dtype: str = "auto"
+    draft_kv_cache_memory_bytes: int | None = None
+    draft_kv_window: int | None = None
     speculative_config: str | None = None  # JSON
 
     def mapping(self, model: str | None, measures_k: bool = False) -> dict[str, Any] | None:
@@ -52,6 +54,9 @@ class DraftFlags:
         has_draft = draft_model is not None or (model is None and "draft_model" in methods)  # the embedded pair's
         if self.draft_kv_cache_dtype != "auto" and not has_draft:
             raise ValueError(f"--draft-kv-cache-dtype={self.draft_kv_cache_dtype!r} needs a --draft-model")
+        of_draft = {"kv_cache_memory_bytes": self.draft_kv_cache_memory_bytes, "kv_window": self.draft_kv_window}
+        for name, value in of_draft.items():
+            check_use(f"--draft-{name.replace('_', '-')}", value, has_draft, "a --draft-model alone, and there is none")
         if len(methods) > 1 and "draft_model" in methods and not has_draft:
             raise ValueError(f"--method={name} needs --draft-model beside --model={model!r}")
         said = {
@@ -60,7 +65,7 @@ class DraftFlags:
             "kv_cache_dtype": self.draft_kv_cache_dtype,
             "drafter": self.drafter,
         }
-        mapping = {"method": methods} | said | given
+        mapping = {"method": methods} | said | of_draft | given
         SpeculativeConfig.from_mapping(mapping)  # is all of it known?
         return mapping if has_draft or "draft_model" not in methods else None
 
@@ -82,6 +87,8 @@ class DraftFlags:
             ("drafter", "--drafter", self.drafter),
             ("num_speculative_tokens", "--num-speculative-tokens", self.num_speculative_tokens),
             ("kv_cache_dtype", "--draft-kv-cache-dtype", None if dtype == "auto" else dtype),
+            ("kv_cache_memory_bytes", "--draft-kv-cache-memory-bytes", self.draft_kv_cache_memory_bytes),
+            ("kv_window", "--draft-kv-window", self.draft_kv_window),
         )
         for key, flag, value in of_flags:
             if key in given and value is not None:

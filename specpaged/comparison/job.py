@@ -81,6 +81,10 @@ class Job:
         threads: int | None,
         output: Path | None,
         draft_kv_cache_dtype: str = "auto",
+        draft_kv_cache_memory_bytes: int | None = None,
+        draft_kv_window: int | None = None,
+        block_size: int | None = None,
+        max_num_batched_tokens: int | None = None,
         drafter: str | None = None,
         speculative_config: str | None = None,
         measures_k: bool = False,
@@ -96,9 +100,18 @@ class Job:
             ValueError: naming the flag, its value and what is allowed.
         """
         flags = DraftFlags(
-            method, draft_model, drafter, num_speculative_tokens, draft_kv_cache_dtype, speculative_config
+            method,
+            draft_model,
+            drafter,
+            num_speculative_tokens,
+            draft_kv_cache_dtype,
+            draft_kv_cache_memory_bytes,
+            draft_kv_window,
+            speculative_config,
         )
         speculative = flags.mapping(model, measures_k)
+        sizes = {"block_size": block_size, "max_num_batched_tokens": max_num_batched_tokens}
+        engine_arguments |= {name: size for name, size in sizes.items() if size is not None}
         records = evenly_spread(_records(prompts, texts), num_prompts)
         if output is not None and not _is_writable(output):
             raise ValueError(

@@ -57,7 +57,7 @@ _OF_SEQUENCES = {"seconds_per_drafting": _DRAFTING_SECONDS, "seconds_per_sequenc
 # slowly that weights are read again and again: so many passes, or such a time, go before the ones that are timed.
 _FITS, _WARMING, _WARMING_SECONDS = 32, 8, 4e-3
 _BYTES_PER_SECOND = 1e10  # of weights, where nothing can be measured
-_VERSION = 26  # of what is kept
+_VERSION = 27  # of what is kept
 
 
 def get_planner(
@@ -105,7 +105,7 @@ def measured_costs(target: ModelRunner, draft: ModelRunner | None, most_rows: in
     costs = probe(target, draft, most_rows, BUDGET)
     if path is not None:
         try:
-            _write(path, json.dumps(costs.as_dict()))
+            _write(path, json.dumps(costs.as_dict() | _whose(target, draft)))
         except OSError as error:
             logger.warning("what passes take is not kept for the next time: %s", error)
     return costs
@@ -275,6 +275,13 @@ def _path(target: ModelRunner, draft: ModelRunner | None, most_rows: int) -> Pat
             facts += [model.architecture, model.num_parameters, model.weight_bytes, str(model.dtype), model.backend]
             facts += [str(model.kv_dtype), model.numerics_scheme, runner.graphs is not None, runner.kv_cache.block_size]
     return folder / f"costs-{hashlib.sha256(repr(facts).encode()).hexdigest()[:24]}.json"
+
+
+def _whose(target: ModelRunner, draft: ModelRunner | None) -> dict[str, object]:
+    """By what a plan finds them, which has no models: see planning.pass_costs."""
+    models = [runner.model for runner in (target, draft) if runner is not None]
+    names = [f"{model.architecture} {model.num_parameters}" for model in models]
+    return {"models": names, "threads": torch.get_num_threads()}
 
 
 def _processor() -> str:

@@ -277,8 +277,8 @@ def num_unseen(sequence: Sequence) -> int:
 
 def _lag(sequence: Sequence) -> int:
     """Known tokens that the drafter has not run; 1 of one that keeps no KV."""
-    context_lens = sequence.page_table.context_lens
-    return sequence.num_tokens - context_lens[DRAFT] if len(context_lens) > DRAFT else 1
+    table = sequence.page_table
+    return table.draft_lag(sequence.num_tokens) if len(table.context_lens) > DRAFT else 1
 
 
 def _num_left(sequence: Sequence) -> int | None:

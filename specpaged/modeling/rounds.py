@@ -29,6 +29,10 @@ class DecodingRow(NamedTuple):
     # When it takes a draft of one of several such indexes, `lookups`, in place of the model's; None: never.
     choice: LookupChoice | None = None
     lookups: Sequence[int] = ()
+    draft_blocks: Sequence[int] | None = None  # of the draft model's KV; None: `blocks`
+    # Tokens before `draft_context_len` that the draft model does not read: the next one has a place so much nearer to
+    # the beginning of its text, and of `draft_blocks`.
+    num_skipped: int = 0
 
 
 class Round(NamedTuple):

@@ -16,7 +16,8 @@ struct Find {
     std::vector<float> evidence;
 };
 
-// In ints one after the other: these nine, its last known tokens, its drafts, its stop ids, its blocks.
+// In ints one after the other: these eleven, its last known tokens, its drafts, its stop ids, its blocks, and the draft
+// model's.
 struct Decoding {
     int64_t num_known;      // of the tokens that come along, those from `start` on, which some model has not run
     int64_t start;          // the position of the first one; the target has run all of them but the last
@@ -26,9 +27,12 @@ struct Decoding {
     int64_t most;           // tokens that may come, 1 at least: slots reach up to the last but one
     int64_t num_stop_ids, num_blocks;
     Lookup* index;  // its address: of all known tokens, to which those that come are added; it drafts if no model does
+    int64_t num_draft_blocks;  // 0: the draft model's KV lies in the same blocks as the target's
+    int64_t num_skipped;  // tokens before draft_context that the draft model does not read, in the places of which it
+                          // has those behind them
 
     std::vector<int64_t> known, drafts;
-    const int64_t *stop_ids = nullptr, *blocks = nullptr;
+    const int64_t *stop_ids = nullptr, *blocks = nullptr, *draft_blocks = nullptr;
     std::vector<float> evidence;    // of each draft, if they were made here, and of the one that was left out
     std::vector<int64_t> left_out;  // the first draft that was, if any
     std::vector<char> features;     // of heads: of the tokens that the target has run, and they have not
@@ -96,11 +100,12 @@ struct Decoding {
 };
 
 inline int read_decoding(const int64_t* ints, int64_t num_ints, int64_t num_seqs, std::vector<Decoding>* sequences) {
-    constexpr int64_t HEAD = 9;
+    constexpr int64_t HEAD = 11;
     const int64_t* const end = ints + num_ints;
     for (int64_t seq = 0; seq < num_seqs; ++seq) {
         if (end - ints < HEAD) return TOKEN_IDS;
-        Decoding s = {ints[0], ints[1], ints[2], ints[3], ints[4], ints[5], ints[6], ints[7], (Lookup*)ints[8]};
+        Decoding s = {ints[0], ints[1], ints[2], ints[3], ints[4], ints[5], ints[6], ints[7], (Lookup*)ints[8],
+                      ints[9], ints[10]};
         ints += HEAD;
         if (s.num_known < 1 || s.num_known > end - ints) return TOKEN_IDS;
         s.known.assign(ints, ints + s.num_known);
@@ -117,6 +122,11 @@ inline int read_decoding(const int64_t* ints, int64_t num_ints, int64_t num_seqs
         if (s.num_blocks < 0 || s.num_blocks > end - ints) return PAGE_TABLE;
         s.blocks = ints;
         ints += s.num_blocks;
+        if (s.num_draft_blocks < 0 || s.num_draft_blocks > end - ints) return PAGE_TABLE;
+        s.draft_blocks = s.num_draft_blocks ? ints : s.blocks;
+        ints += s.num_draft_blocks;
+        if (!s.num_draft_blocks) s.num_draft_blocks = s.num_blocks;
+        if (s.num_skipped < 0 || s.num_skipped > s.draft_context) return CONTEXT_LENS;
         sequences->push_back(std::move(s));
     }
     return ints == end ? OK : TOKEN_IDS;

@@ -55,7 +55,8 @@ private:
             const int64_t count = i < drafting.size() ? s.num_to_draft() : 0;
             // Behind `context` pairs, the next one's token is one further.
             const int64_t context = s.draft_context;
-            drafts_.call.add(s, context, context + 1, {}, count > 0, std::max<int64_t>(0, count - 1));
+            drafts_.call.add(s, s.blocks, s.num_blocks, context, context + 1, {}, count > 0,
+                             std::max<int64_t>(0, count - 1));
             features_.insert(features_.end(), s.features.begin(), s.features.end());
             num_found += count;
         }

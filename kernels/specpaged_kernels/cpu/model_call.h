@@ -37,15 +37,16 @@ struct ModelCall {
     // The next one asks nothing so far.
     void begin() { ints.clear(); }
 
-    // A greedy.cpp's Sequence behind so much context: its known tokens from `first` on, and others behind them.
-    void add(const Decoding& s, int64_t context_len, int64_t first, const std::vector<int64_t>& others,
-             int64_t num_logits, int64_t num_steps) {
+    // A greedy.cpp's Sequence behind so much context, in blocks of the target's or the draft's: its known tokens from
+    // `first` on, and others behind them.
+    void add(const Decoding& s, const int64_t* blocks, int64_t num_blocks, int64_t context_len, int64_t first,
+             const std::vector<int64_t>& others, int64_t num_logits, int64_t num_steps) {
         const int64_t num_tokens = s.num_tokens() - first + int64_t(others.size());
-        for (const int64_t value : {num_tokens, context_len, num_logits, num_steps, s.num_blocks})
+        for (const int64_t value : {num_tokens, context_len, num_logits, num_steps, num_blocks})
             ints.push_back(value);
         ints.insert(ints.end(), s.known.begin() + (first - s.start), s.known.end());
         ints.insert(ints.end(), others.begin(), others.end());
-        ints.insert(ints.end(), s.blocks, s.blocks + s.num_blocks);
+        ints.insert(ints.end(), blocks, blocks + num_blocks);
     }
 
     // Finds so many tokens in all, in num_done passes. Returns a Status.

@@ -26,7 +26,8 @@ public:
             const int64_t count = s.num_to_draft();
             if (count < 1) continue;
             drafting.push_back(&s);
-            call.add(s, s.draft_context, s.draft_context, {}, 1, count - 1);
+            call.add(s, s.draft_blocks, s.num_draft_blocks, s.draft_context - s.num_skipped, s.draft_context, {}, 1,
+                     count - 1);
             num_found += count;
         }
         if (drafting.empty()) return OK;

@@ -20,7 +20,7 @@ public:
         int64_t num_rows = 0;
         for (const Decoding& s : sequences_) {
             const int64_t count = 1 + int64_t(s.drafts.size());
-            target_.add(s, s.num_tokens() - 1, s.num_tokens() - 1, s.drafts, count, 0);
+            target_.add(s, s.blocks, s.num_blocks, s.num_tokens() - 1, s.num_tokens() - 1, s.drafts, count, 0);
             num_rows += count;
         }
         int64_t num_passes;

@@ -98,16 +98,19 @@ def _asked(rows: Sequence[DecodingRow]) -> tuple[array[int], int, int]:
     ints: list[int] = []
     num_drafts = num_tokens = 0
     for (
-        token_ids, start, draft_context_len, drafts, num_draft_tokens, most_tokens, stop_ids, blocks, lookup, choice, _
+        token_ids, start, draft_context_len, drafts, num_draft_tokens, most_tokens, stop_ids, blocks, lookup, choice, _,
+        draft_blocks, num_skipped,
     ) in rows:  # fmt: skip
+        own_blocks = () if draft_blocks is None or draft_blocks is blocks else draft_blocks
         ints += (
             len(token_ids), start, draft_context_len, len(drafts), num_draft_tokens, most_tokens, len(stop_ids),
-            len(blocks), lookup,
+            len(blocks), lookup, len(own_blocks), num_skipped,
         )  # fmt: skip
         ints += token_ids
         ints += drafts
         ints += stop_ids
         ints += blocks
+        ints += own_blocks
         num_drafts += num_draft_tokens if choice is None else max(num_draft_tokens, choice.num_tokens)
         num_tokens += most_tokens
     return array("q", ints), num_drafts, num_tokens  # of the list, nothing is in the caches behind the call
