@@ -72,20 +72,26 @@ class PassCosts:
 def find_kept(
     folder: Path | None, target: ModelMemory, draft: ModelMemory | None, threads: int | None
 ) -> tuple[CostModel, int] | None:
-    """The newest costs that an engine of this pair has kept, and its threads, which are `threads` if that is said."""
+    """Costs that an engine of this pair has kept, and its threads, which are `threads` if that is said.
+
+    Of several the quickest: neighbours on a machine only ever slow passes down.
+    """
     if folder is None or not folder.is_dir():
         return None
     pair = [pair_key(model.architecture, model.num_parameters) for model in (target, draft) if model is not None]
-    newest: tuple[float, CostModel, int] | None = None
+    found: list[tuple[CostModel, int]] = []
     for path in folder.glob("costs-*.json"):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             values = json.loads(path.read_text())
-            if values.get("models") != pair or threads not in (None, values["threads"]):
-                continue
-            written = path.stat().st_mtime
-            if newest is None or written > newest[0]:
-                newest = written, CostModel.of_dict(values), values["threads"]
-    return None if newest is None else newest[1:]
+            if values.get("models") == pair and threads in (None, values["threads"]):
+                found.append((CostModel.of_dict(values), values["threads"]))
+    return min(found, key=lambda kept: _seconds(kept[0]), default=None)
+
+
+def _seconds(costs: CostModel) -> float:
+    """Of a pass of each model, of a few rows and of many."""
+    models = [passes for passes in (costs.target, costs.draft) if passes is not None]
+    return sum(passes.of_rows(num_rows) for passes in models for num_rows in (1, 8, 64))
 
 
 def pair_key(architecture: str, num_parameters: int) -> str:

@@ -93,6 +93,8 @@ def test_costs_that_an_engine_has_kept_are_found_by_pair_and_threads(tmp_path):
     costs = CostModel(PassSeconds([1, 2], [0.5, 0.6]), PassSeconds([1, 2], [0.1, 0.1]))
     names = [pair_key(model.architecture, model.num_parameters) for model in (TARGET, DRAFT)]
     (tmp_path / "costs-a.json").write_text(json.dumps(costs.as_dict() | {"models": names, "threads": 2}))
+    slower = CostModel(PassSeconds([1, 2], [0.7, 0.8]), PassSeconds([1, 2], [0.1, 0.1]))  # a neighbour was in the way
+    (tmp_path / "costs-d.json").write_text(json.dumps(slower.as_dict() | {"models": names, "threads": 2}))
     (tmp_path / "costs-b.json").write_text("{")
     (tmp_path / "costs-c.json").write_text(json.dumps(costs.as_dict()))  # of nobody knows whom
     found, threads = find_kept(tmp_path, TARGET, DRAFT, None)
