@@ -25,6 +25,12 @@ def check_bool(name: str, value: Any) -> None:
         raise ValueError(f"{name}={value!r} must be True or False")
 
 
+def check_use(name: str, value: Any, is_heeded: bool, by_whom: str) -> None:
+    """Raise ValueError where a value is given, one that is not None, and nobody would heed it: it is for `by_whom`."""
+    if value is not None and not is_heeded:
+        raise ValueError(f"{name}={value!r} is for {by_whom}")
+
+
 def check_callable(name: str, value: Any) -> None:
     """Raise ValueError unless `value` is callable, or spelt as what can be imported: "package.module:Class"."""
     if isinstance(value, str):

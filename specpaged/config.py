@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specpaged.checks import check_bool, check_choice, check_int
+from specpaged.checks import check_bool, check_choice, check_int, check_use
 
 if TYPE_CHECKING:
     from specpaged.speculative_config import SpeculativeConfig
@@ -134,6 +134,10 @@ class EngineConfig:
                 f"speculative_config[{name!r}]={getattr(speculative, name)!r} is for schedule='continuous' and "
                 f"rollback='truncate' alone; schedule={self.schedule!r}, rollback={self.rollback!r}"
             )
+        for name in ("kv_cache_memory_bytes", "kv_window") if is_for_studies and speculative is not None else ():
+            studied = f"schedule={self.schedule!r}, rollback={self.rollback!r}"
+            alone = f"schedule='continuous' and rollback='truncate' alone; {studied}"
+            check_use(f"speculative_config[{name!r}]", getattr(speculative, name), False, alone)
         if self.schedule != "exspec":
             for name in ("window", "sort_by_length"):
                 if getattr(self, name):

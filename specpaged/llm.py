@@ -17,6 +17,7 @@ from specpaged.engine.build import engine_class
 from specpaged.engine.cost_probe import get_planner
 from specpaged.engine.kv_layout import KVLayout
 from specpaged.engine.report import StartupReport
+from specpaged.engine.split_kv_layout import SplitKVLayout
 from specpaged.engine.vocabulary import Vocabulary
 from specpaged.metrics import RequestMetrics
 from specpaged.modeling.loaded_model import LoadedModel
@@ -75,7 +76,7 @@ class LLM:
             draft,
             drafter,
             scheduler_of(config),
-            _kv_layout(config, caches),
+            _kv_layout(config, pair.models, caches),
             planner,
         )
         self.report = StartupReport.of(config, target, draft, self.costs)
@@ -235,7 +236,9 @@ def _kv_caches(config: EngineConfig, models: Sequence[LoadedModel]) -> Sequence[
     return (kv_memory if config.rollback == "truncate" else dense_kv_memory).new_kv_caches(config, models)
 
 
-def _kv_layout(config: EngineConfig, caches: Sequence[KVCache]) -> KVLayout:
+def _kv_layout(config: EngineConfig, models: Sequence[LoadedModel], caches: Sequence[KVCache]) -> KVLayout:
+    if kv_memory.has_own_pool(config, models):
+        return SplitKVLayout(config.block_size, caches[1].num_blocks, config.speculative_config.kv_window)
     if config.rollback == "truncate":
         return KVLayout(config.block_size)
     return dense_layout(config.rollback, caches, config.max_model_len, config.max_num_seqs)

@@ -95,6 +95,9 @@ class PartCounts(NamedTuple):
     gathered_bytes: int = 0
     other_copied_bytes: int = 0
     filler_rows: int = 0
+    short_steps: int = 0
+    released_draft_tokens: int = 0
+    requests_without_draft_kv: int = 0
 
     @classmethod
     def of(cls, scheduler: Scheduler, copied: CopiedBytes, runners: Sequence[ModelRunner]) -> PartCounts:
@@ -107,6 +110,9 @@ class PartCounts(NamedTuple):
             gathered_bytes=copied.gather + sum(runner.gathered_bytes for runner in runners),
             other_copied_bytes=copied.other,
             filler_rows=sum(runner.filler_rows for runner in runners),
+            short_steps=scheduler.num_short_steps,
+            released_draft_tokens=scheduler.num_released_drafts,
+            requests_without_draft_kv=scheduler.num_without_draft_kv,
         )
 
 
@@ -136,7 +142,10 @@ class EngineMetrics(DraftCounters):
     copying: for rollback, to be read by attention ("gathered"), and for the layout's own sake ("other"). Grouped rounds
     ran several sequences of one length, fallback rounds several of any: EXSPEC's. Failed steps raised: one is run
     anew, a second one without a token between them is the caller's; requests without drafts have lost them to a NaN.
-    Proposed tokens were drafted, whether or not they were selected to be verified.
+    Proposed tokens were drafted, whether or not they were selected to be verified. Draft blocks are those of a pool
+    that is the draft's alone; requests without draft KV found no room in it, or no more, and decode plainly. In short
+    steps drafts had no blocks of their own, as the target's pool had run out of them; released draft tokens were given
+    back for that before they were verified.
     """
 
     steps: int = 0
@@ -154,6 +163,8 @@ class EngineMetrics(DraftCounters):
     peak_unverified_kv_tokens: int = 0
     blocks_in_use: int = 0
     peak_blocks_in_use: int = 0
+    draft_blocks_in_use: int = 0
+    peak_draft_blocks_in_use: int = 0
     gathered_bytes: int = 0
     other_copied_bytes: int = 0
     fork_copied_bytes: int = 0
@@ -164,6 +175,9 @@ class EngineMetrics(DraftCounters):
     failed_proposals: int = 0
     proposed_tokens: int = 0
     requests_without_drafts: int = 0
+    short_steps: int = 0
+    released_draft_tokens: int = 0
+    requests_without_draft_kv: int = 0
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
 
     @override
@@ -183,10 +197,11 @@ class EngineMetrics(DraftCounters):
         """
         return self.accepted_tokens / self.proposed_tokens if self.proposed_tokens else None
 
-    def record_blocks(self, num_held: int) -> None:
-        """The blocks that sequences hold in this step."""
-        self.blocks_in_use = num_held
+    def record_blocks(self, num_held: int, num_draft_held: int = 0) -> None:
+        """The blocks that sequences hold in this step, and those that are the draft's alone."""
+        self.blocks_in_use, self.draft_blocks_in_use = num_held, num_draft_held
         self.peak_blocks_in_use = max(self.peak_blocks_in_use, num_held)
+        self.peak_draft_blocks_in_use = max(self.peak_draft_blocks_in_use, num_draft_held)
 
     def add_parts(self, before: PartCounts, now: PartCounts) -> None:
         """Add what was counted between two moments."""
@@ -197,6 +212,9 @@ class EngineMetrics(DraftCounters):
         self.gathered_bytes += now.gathered_bytes - before.gathered_bytes
         self.other_copied_bytes += now.other_copied_bytes - before.other_copied_bytes
         self.filler_rows += now.filler_rows - before.filler_rows
+        self.short_steps += now.short_steps - before.short_steps
+        self.released_draft_tokens += now.released_draft_tokens - before.released_draft_tokens
+        self.requests_without_draft_kv += now.requests_without_draft_kv - before.requests_without_draft_kv
 
     def stage(self, name: str) -> StageTimer:
         """Adds the wall time of a `with` block to a stage, unless it raises."""

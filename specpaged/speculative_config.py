@@ -7,13 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from specpaged.checks import check_callable, check_choice, check_int, check_names, check_ranges, check_share
+from specpaged.checks import check_callable, check_choice, check_int, check_names, check_ranges, check_share, check_use
 from specpaged.config import DTYPES, NUMERICS
 
 MAX_ADAPTIVE_DRAFT_TOKENS = 8  # that an adaptive drafter goes deep, where a user names no maximum
 HEADS = ("eagle3", "clover")  # methods whose model reads the target's hidden states
 WITH_MODEL = ("draft_model", *HEADS)
 LOOKUPS = ("ngram", "suffix")  # methods without one
+MIN_KV_WINDOW = 64  # tokens: a draft that reads less of a text has little to go by, and begins it anew too often
 METHODS = (*WITH_MODEL, *LOOKUPS, "custom")
 SELECTIONS = ("adaptive", "tetris")
 VERIFICATIONS = ("greedy", "coupled", "rejection")
@@ -44,18 +45,19 @@ class SpeculativeConfig:
     `method` "draft_model" has a small model, `model`, decode ahead of the target; "eagle3" and "clover" have heads,
     `model`, which were trained on this target and read its hidden states. "ngram" is prompt lookup: no model drafts,
     and the last `prompt_lookup_max` tokens, or fewer, down to `prompt_lookup_min`, are looked for in what came before
-    (5 by default; one of them said alone serves for both).
-    "suffix" is suffix decoding: no model, either; the longest suffixes, of at most `suffix_decoding_max_tree_depth`
-    tokens, are looked for in the sequence's own text and in outputs of `suffix_decoding_max_cached_requests` others,
-    and behind m tokens come at most m * `suffix_decoding_max_spec_factor` of those that are counted there as likely as
-    `suffix_decoding_min_token_prob`, all together.
-    "custom" is a class of somebody's own, `drafter`: "package.module:Class", or in Python a callable. It is called with
-    a DrafterContext and with `drafter_options` as keyword arguments: see specpaged.drafting.custom.
+    (5 by default; one of them said alone serves for both). "suffix" is suffix decoding: no model, either; the longest
+    suffixes, of at most `suffix_decoding_max_tree_depth` tokens, are looked for in the sequence's own text and in
+    outputs of `suffix_decoding_max_cached_requests` others, and behind m tokens come at most m *
+    `suffix_decoding_max_spec_factor` of those that are counted there as likely as `suffix_decoding_min_token_prob`, all
+    together. "custom" is a class of somebody's own, `drafter`: "package.module:Class", or in Python a callable. It is
+    called with a DrafterContext and with `drafter_options` as keyword arguments: see specpaged.drafting.custom.
     Several methods, in a list, draft together: any lookups, and one method with a model at most. In every round each
     sequence takes what promises most: of K that is decided while running, by what each drafter's drafts have come to;
     else a lookup's draft if half as many of its tokens are likely to stand as a model would draft.
     `numerics` is the draft's own: only the target decides tokens, so a fast draft costs nothing in exactness; nor does
-    `kv_cache_dtype`, what its keys and values are stored as ("auto": in the dtype of its arithmetic).
+    `kv_cache_dtype`, what its keys and values are stored as ("auto": in the dtype of its arithmetic). A draft model may
+    have a KV pool of its own, `kv_cache_memory_bytes` out of the engine's: who finds no room in it decodes plainly. A
+    `kv_window` of so many tokens, the first four of a sequence and its last ones, is all of it that the draft reads.
     `num_speculative_tokens` is K at every batch size; with "auto", the default, it is decided in every step, from
     measured cost and acceptance, and is `max_num_speculative_tokens` at most (8 by default).
     `num_speculative_tokens_per_batch_size` holds [first, last, K] ranges of the number of running sequences instead
@@ -72,6 +74,8 @@ class SpeculativeConfig:
     num_speculative_tokens_per_batch_size: Sequence[Sequence[int]] | None = None
     numerics: str = "fast"
     kv_cache_dtype: str = "auto"
+    kv_cache_memory_bytes: int | None = None
+    kv_window: int | None = None
     verification: str = "coupled"
     prompt_lookup_min: int | None = None
     prompt_lookup_max: int | None = None
@@ -89,11 +93,14 @@ class SpeculativeConfig:
         self._check_settings()
         check_choice("speculative_config['numerics']", self.numerics, NUMERICS)
         check_choice("speculative_config['kv_cache_dtype']", self.kv_cache_dtype, DTYPES)
-        if self.model_method is None and self.kv_cache_dtype != "auto":
-            raise ValueError(
-                f"speculative_config['kv_cache_dtype']={self.kv_cache_dtype!r} is for methods with a model; method "
-                f"{self.method!r} has no KV"
-            )
+        with_kv = f"methods with a model; method {self.method!r} has no KV"
+        has_kv = self.model_method is not None or self.kv_cache_dtype == "auto"
+        check_use("speculative_config['kv_cache_dtype']", self.kv_cache_dtype, has_kv, with_kv)
+        for name, least in (("kv_cache_memory_bytes", 1), ("kv_window", MIN_KV_WINDOW)):
+            value, drafts_alone = getattr(self, name), f"method 'draft_model' alone; method={self.method!r}"
+            check_use(f"speculative_config[{name!r}]", value, self.method == "draft_model", drafts_alone)
+            if value is not None:
+                check_int(f"speculative_config[{name!r}]", value, least)
         check_choice("speculative_config['verification']", self.verification, VERIFICATIONS)
         if self.num_speculative_tokens not in (None, "auto"):
             check_int("speculative_config['num_speculative_tokens']", self.num_speculative_tokens, 0)
@@ -121,22 +128,18 @@ class SpeculativeConfig:
         most = self.max_num_speculative_tokens
         if most is not None:
             check_int("speculative_config['max_num_speculative_tokens']", most, 0)
-            if self._says_k and not self.is_adaptive:
-                raise ValueError(
-                    f"speculative_config['max_num_speculative_tokens']={most!r} is for num_speculative_tokens='auto' "
-                    f"alone; num_speculative_tokens={self.num_speculative_tokens!r}"
-                )
+            auto = f"num_speculative_tokens='auto' alone; num_speculative_tokens={self.num_speculative_tokens!r}"
+            check_use(
+                "speculative_config['max_num_speculative_tokens']", most, self.is_adaptive or not self._says_k, auto
+            )
         if self.is_adaptive and self.num_speculative_tokens_per_batch_size is not None:
             raise ValueError(
                 "speculative_config['num_speculative_tokens_per_batch_size'] fixes K; allowed beside it: "
                 "num_speculative_tokens as an int, or none, not 'auto'"
             )
         if self.selection != "tetris":
-            if self.tetris_extra_proposals is not None:
-                raise ValueError(
-                    f"speculative_config['tetris_extra_proposals']={self.tetris_extra_proposals!r} is for selection "
-                    f"'tetris' alone; selection={self.selection!r}"
-                )
+            alone = f"selection 'tetris' alone; selection={self.selection!r}"
+            check_use("speculative_config['tetris_extra_proposals']", self.tetris_extra_proposals, False, alone)
             return
         if isinstance(self.num_speculative_tokens, str | None) or self.num_speculative_tokens_per_batch_size:
             raise ValueError(
@@ -159,16 +162,10 @@ class SpeculativeConfig:
 
     def _check_settings(self) -> None:
         for name, method in _METHOD_OF.items():
-            if method not in self.methods and getattr(self, name) is not None:
-                raise ValueError(
-                    f"speculative_config[{name!r}]={getattr(self, name)!r} is for method {method!r} alone; "
-                    f"method={self.method!r}"
-                )
-        if self.model_method is None and self.model is not None:
-            raise ValueError(
-                f"speculative_config['model']={self.model!r} is for methods {', '.join(map(repr, WITH_MODEL))}; method "
-                f"{self.method!r} has none"
-            )
+            alone = f"method {method!r} alone; method={self.method!r}"
+            check_use(f"speculative_config[{name!r}]", getattr(self, name), method in self.methods, alone)
+        with_model = f"methods {', '.join(map(repr, WITH_MODEL))}; method {self.method!r} has none"
+        check_use("speculative_config['model']", self.model, self.model_method is not None, with_model)
         if self.reads_target and self.model is None:
             raise ValueError(
                 f"speculative_config['model']=None: method {self.model_method!r} needs heads that were trained on the "
@@ -198,9 +195,10 @@ class SpeculativeConfig:
                 check_share(f"speculative_config[{name!r}]", value, bound)
 
     def _check_prompt_lookup(self) -> None:
-        names = ("prompt_lookup_min", "prompt_lookup_max")
         low, high = self.prompt_lookup_min, self.prompt_lookup_max
-        for name, value, other in zip(names, (low, high), (high, low), strict=True):
+        for name, value, other in zip(
+            ("prompt_lookup_min", "prompt_lookup_max"), (low, high), (high, low), strict=True
+        ):
             if value is None:
                 object.__setattr__(self, name, DEFAULT_PROMPT_LOOKUP if other is None else other)
             check_int(f"speculative_config[{name!r}]", getattr(self, name), 1)

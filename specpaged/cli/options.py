@@ -14,10 +14,18 @@ Model = Annotated[str | None, typer.Option(help="Target: local path or hub id. D
 Texts = Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="Texts to complete.")]
 DraftModel = Annotated[str | None, typer.Option(help="Draft: local path or hub id.")]
 Method = Annotated[
-    str,
+    str | None,
     typer.Option(
         help=f"Who drafts, one of {', '.join(METHODS)}, or several, with commas between them; ngram, suffix and custom "
-        "need no draft model."
+        "need no draft model. Default: draft_model."
+    ),
+]
+SpeculativeConfig = Annotated[
+    str | None,
+    typer.Option(
+        metavar="JSON",
+        help="What LLM(speculative_config=...) takes, as vLLM spells it: any of its keys that no other option says, "
+        """such as '{"method": ["suffix", "eagle3"], "model": "DIR", "suffix_decoding_max_spec_factor": 2.0}'.""",
     ),
 ]
 Drafter = Annotated[
@@ -48,6 +56,13 @@ KVCacheDType = Annotated[
     str, typer.Option(help=f"What the target's keys and values are stored as: one of {', '.join(DTYPES)}.")
 ]
 DraftKVCacheDType = Annotated[str, typer.Option(help="The same of the draft model.")]
+DraftKVMemory = Annotated[
+    int | None,
+    typer.Option("--draft-kv-cache-memory-bytes", min=1, help="Of a pool of the draft's own, out of both pools'."),
+]
+DraftKVWindow = Annotated[int | None, typer.Option(help="Tokens of a sequence that the draft reads. Default: all.")]
+MaxNumBatchedTokens = Annotated[int | None, typer.Option(min=1, help="Rows of a pass at most. Default: 2048.")]
+BlockSize = Annotated[int | None, typer.Option(min=1, help="Tokens of a block. Default: 16, on a GPU 64.")]
 Numerics = Annotated[str, typer.Option(help=f"One of {', '.join(NUMERICS)}.")]
 AttentionBackend = Annotated[str, typer.Option(help=f"One of {', '.join(ATTENTION_BACKENDS)}.")]
 ModelImpl = Annotated[str, typer.Option(help=f"One of {', '.join(MODEL_IMPLS)}.")]

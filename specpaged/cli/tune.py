@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
@@ -15,13 +15,15 @@ from specpaged.cli.printing import checked, console, print_json
 
 if TYPE_CHECKING:
     from specpaged.comparison.pair_profile import PairProfile, RoundTimes
+    from specpaged.speculative_config import SpeculativeConfig
 
 
 def tune(
     model: options.Model = None,
     draft_model: options.DraftModel = None,
-    method: options.Method = "draft_model",
+    method: options.Method = None,
     drafter: options.Drafter = None,
+    speculative_config: options.SpeculativeConfig = None,
     prompts: options.Prompts = None,
     num_prompts: options.NumPrompts = 32,
     max_prompt_tokens: options.MaxPromptTokens = None,
@@ -48,25 +50,38 @@ def tune(
     Engines measure and decide by themselves: this says what they will find, and what to ask vLLM for.
     """
     arguments = {k: v for k, v in locals().items() if k not in ("out", "as_json")}
-    job = prepare(arguments | {"num_speculative_tokens": None, "output": None})
+    job = prepare(arguments | {"num_speculative_tokens": None, "output": None, "measures_k": True})
     from specpaged.comparison.pair_profile import PairProfile
 
     profile = checked(PairProfile.measure, job, lambda line: console.print(f"[dim]{line}[/]"))
     _print_tables(profile)
-    config = profile.vllm_config(method, drafter or draft_model or job.llm.config.speculative_config.model)
     console.print(f"here, {_where_it_pays(profile.rounds)}")
     console.print(f"in vLLM, which runs single rounds, {_where_it_pays(profile.single_rounds)}")
-    if config is None:
-        console.print("leave --speculative-config out")
-    else:
-        console.print(f"--speculative-config '{json.dumps(config)}'", highlight=False, markup=False, soft_wrap=True)
-    figures = profile.as_dict() | {"speculative_config": config}
+    asked = _ask_vllm(job.llm.config.speculative_config, profile.most_in_vllm)
+    figures = profile.as_dict() | {"speculative_config": None} | asked
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         (out / "tune.json").write_text(json.dumps(figures, indent=1) + "\n")
         console.print(_draw(profile, out / "tune.png"))
     if as_json:
         print_json(figures)
+
+
+def _ask_vllm(speculative: SpeculativeConfig, most: int) -> dict[str, Any]:
+    """Print what to ask vLLM for, if for anything. Returns its arguments, by name."""
+    from specpaged.comparison.vllm_arguments import vllm_arguments
+
+    if not most:
+        console.print("leave --speculative-config out")
+        return {}
+    try:
+        asked = vllm_arguments(speculative, most)
+    except ValueError as error:  # which is no fault: it was measured for our own engine
+        console.print(str(error), highlight=False, markup=False)
+        return {}
+    line = " ".join(f"--{name.replace('_', '-')} '{json.dumps(value)}'" for name, value in asked.items())
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
+    return asked
 
 
 def _where_it_pays(rounds: RoundTimes) -> str:

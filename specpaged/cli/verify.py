@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 def verify(
     model: options.Model = None,
     draft_model: options.DraftModel = None,
-    method: options.Method = "draft_model",
+    method: options.Method = None,
     drafter: options.Drafter = None,
+    speculative_config: options.SpeculativeConfig = None,
     prompts: options.Prompts = None,
     num_prompts: options.NumPrompts = None,
     max_prompt_tokens: options.MaxPromptTokens = None,
@@ -68,6 +69,7 @@ def verify(
     if temperature > 0 and seed is None:
         arguments["seed"] = 0  # both runs need the same seeds
     job = prepare(arguments)
+    checked(references.check_verification, job)
     model = job.llm.engine.target.model
     processes = num_processes(len(job.token_ids), model.weight_bytes, model.device)
     console.print(f"[dim]{references.reference_label(reference, processes)}[/]")

@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 
-from specpaged.checks import check_callable, check_choice
+from specpaged.comparison.draft_flags import DraftFlags
 from specpaged.llm import LLM
 from specpaged.outputs import RequestOutput
 from specpaged.prompts import PromptRecord, clip, evenly_spread, is_unicode, load_prompts
 from specpaged.sampling_params import SamplingParams
-from specpaged.speculative_config import HEADS, METHODS, WITH_MODEL
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ class Job:
         *,
         model: str | None,
         draft_model: str | None,
-        method: str,
+        method: str | None,
         prompts: str | None,
         num_prompts: int | None,
         max_prompt_tokens: int | None,
@@ -82,32 +81,37 @@ class Job:
         threads: int | None,
         output: Path | None,
         draft_kv_cache_dtype: str = "auto",
+        draft_kv_cache_memory_bytes: int | None = None,
+        draft_kv_window: int | None = None,
+        block_size: int | None = None,
+        max_num_batched_tokens: int | None = None,
         drafter: str | None = None,
+        speculative_config: str | None = None,
+        measures_k: bool = False,
         texts: Sequence[str] | None = None,
         **engine_arguments: Any,
     ) -> Job:
-        """What the flags ask for, checked before any work. `texts` are prompts given as arguments.
+        """What the flags ask for, checked before any work. `texts` are prompts given as arguments; what is said of
+        drafts is DraftFlags'.
 
         A model without a draft decodes plainly, unless the method needs none.
 
         Raises:
             ValueError: naming the flag, its value and what is allowed.
         """
-        methods = method.split(",")
-        for each in methods:
-            check_choice("--method", each, METHODS)
-        if not any(each in WITH_MODEL for each in methods) and draft_model is not None:
-            allowed = ", ".join(WITH_MODEL)
-            raise ValueError(f"--draft-model={draft_model!r} is for --method {allowed}; --method {method} has none")
-        if any(each in HEADS for each in methods) and draft_model is None:
-            raise ValueError(f"--method={method} needs --draft-model, heads that were trained on the target")
-        if drafter is not None and method != "custom":
-            raise ValueError(f"--drafter={drafter!r} is for --method custom; it is {method}")
-        if method == "custom":
-            check_callable("--drafter", drafter)
-        has_draft = draft_model is not None or (model is None and "draft_model" in methods)  # the embedded pair's
-        if draft_kv_cache_dtype != "auto" and not has_draft:
-            raise ValueError(f"--draft-kv-cache-dtype={draft_kv_cache_dtype!r} needs a --draft-model")
+        flags = DraftFlags(
+            method,
+            draft_model,
+            drafter,
+            num_speculative_tokens,
+            draft_kv_cache_dtype,
+            draft_kv_cache_memory_bytes,
+            draft_kv_window,
+            speculative_config,
+        )
+        speculative = flags.mapping(model, measures_k)
+        sizes = {"block_size": block_size, "max_num_batched_tokens": max_num_batched_tokens}
+        engine_arguments |= {name: size for name, size in sizes.items() if size is not None}
         records = evenly_spread(_records(prompts, texts), num_prompts)
         if output is not None and not _is_writable(output):
             raise ValueError(
@@ -117,14 +121,6 @@ class Job:
         params = [base if seed is None else replace(base, seed=(seed + i) % 2**64) for i in range(len(records))]
         if threads is not None:
             torch.set_num_threads(threads)
-        lacks_draft = "draft_model" in methods and model is not None and draft_model is None
-        if lacks_draft and len(methods) > 1:
-            raise ValueError(f"--method={method} needs --draft-model beside --model={model!r}")
-        speculative: dict[str, Any] | None = None
-        if not lacks_draft:
-            k = num_speculative_tokens
-            speculative = {"method": methods, "model": draft_model, "num_speculative_tokens": k}
-            speculative |= {"kv_cache_dtype": draft_kv_cache_dtype, "drafter": drafter}
         llm = LLM(model, speculative_config=speculative, **engine_arguments)
         room = llm.config.max_model_len - max_tokens
         if room < 1:
@@ -136,7 +132,7 @@ class Job:
         token_ids, num_clipped = clip(
             [llm.tokenizer.encode(record.text) for record in records], min(max_prompt_tokens or room, room)
         )
-        return cls(llm, records, token_ids, params, num_clipped, lacks_draft)
+        return cls(llm, records, token_ids, params, num_clipped, lacks_draft=speculative is None)
 
     @property
     def label(self) -> str:
@@ -145,7 +141,11 @@ class Job:
         if not self.llm.engine.max_draft_tokens:
             return f"plain, {batch}"
         speculative = self.llm.config.speculative_config
-        k = "as decided in every step" if speculative.is_adaptive else f"= {speculative.num_speculative_tokens}"
+        k = f"= {speculative.num_speculative_tokens}"
+        if speculative.is_adaptive:
+            k = "as decided in every step"
+        elif speculative.num_speculative_tokens_per_batch_size is not None:
+            k = "by batch size"
         return f"speculative, {batch}, K {k}"
 
     def run(self, label: str, params: Sequence[SamplingParams] | None = None) -> Run:

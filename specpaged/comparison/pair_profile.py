@@ -2,55 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from typing_extensions import override
-
 from specpaged.comparison.job import Job
+from specpaged.comparison.profiling_planner import ProfilingController, ProfilingPlanner
 from specpaged.comparison.round_timer import MOST_DEPTH, RoundTimer
 from specpaged.engine.cost_probe import probe
-from specpaged.engine.draft_planner import DraftPlanner
-from specpaged.speculation.controller import Candidate, MeasuringController, Plan
 from specpaged.speculation.cost_model import CostModel
-from specpaged.speculative_config import WITH_MODEL
 
 PROBE_SECONDS = 6.0
 ROUND_SECONDS = 14.0  # of every batch size, for rounds as the engine runs them, and for single ones
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
-
-
-class ProfilingController(MeasuringController):
-    """Drafts as much as it may, whatever comes of it, and keeps what does."""
-
-    def __init__(self, costs: CostModel):
-        self.costs = costs
-        self.num_trials: dict[Hashable, list[int]] = {}  # by request id: drafts at each place, with all before them
-        self.num_accepted: dict[Hashable, list[int]] = {}  # standing; and those of them that stood as well
-        self.num_asked = 0
-        self.num_drafted = 0
-
-    @override
-    def plan(self, candidates: Sequence[Candidate], num_steps: int = 1) -> Plan:
-        self.num_asked += len(candidates)
-        return Plan([min(c.most, MOST_DEPTH) for c in candidates])
-
-    @override
-    def select(self, sequences: Sequence[Hashable], evidence: Sequence[Sequence[float]]) -> list[int]:
-        self.num_drafted += sum(map(bool, evidence))
-        return list(map(len, evidence))
-
-    @override
-    def observe_drafts(
-        self, sequence: Hashable, num_accepted: int, num_rejected: int, evidence: Sequence[float] | None = None
-    ) -> None:
-        request_id = getattr(sequence, "request_id", sequence)
-        for counts, num in (
-            (self.num_trials.setdefault(request_id, [0] * MOST_DEPTH), num_accepted + num_rejected),
-            (self.num_accepted.setdefault(request_id, [0] * MOST_DEPTH), num_accepted),
-        ):
-            for j in range(num):
-                counts[j] += 1
 
 
 @dataclass(frozen=True)
@@ -110,13 +73,13 @@ class PairProfile:
         engine = job.llm.engine
         step = engine.speculative_step
         if step.planner is None:
-            raise ValueError("nothing to tune without a draft; allowed: --draft-model, --method ngram or suffix")
+            raise ValueError("nothing to tune without a draft; allowed: --draft-model, or a --method that needs none")
         most = job.llm.config.max_num_seqs
         timer = RoundTimer(engine, job.token_ids, job.params[0])
         say(f"timing passes, {PROBE_SECONDS:.0f} s")
         costs = probe(engine.target, engine.draft, most * (1 + MOST_DEPTH), PROBE_SECONDS)
         say(f"decoding {len(job.token_ids)} prompts")
-        controller = ProfilingController(costs)
+        controller = ProfilingController(costs, step.drafter)
         categories = _decode(job, controller)
         rates = _rates(controller, categories)
         share = controller.num_drafted / max(1, controller.num_asked)
@@ -148,18 +111,10 @@ class PairProfile:
             RoundTimes(single, tokens),
         )
 
-    def vllm_config(self, method: str, drafter: str | None) -> dict[str, object] | None:
-        """What `vllm serve --speculative-config` takes, the worker deciding how much of it to draft; None: leave it.
-
-        `drafter` is the draft model of a method that has one, and of method "custom" its class.
-        """
-        most = max(map(self.single_rounds.best, self.single_rounds.seconds))
-        if most == 0:
-            return None
-        if method == "custom":
-            return {"method": "custom_class", "model": drafter, "num_speculative_tokens": most}
-        model = {"model": drafter} if method in WITH_MODEL else {}
-        return {"method": method, **model, "num_speculative_tokens": most}
+    @property
+    def most_in_vllm(self) -> int:
+        """The largest K that is the best one of single rounds at some batch size; 0 where drafting never pays."""
+        return max(map(self.single_rounds.best, self.single_rounds.seconds))
 
     def as_dict(self) -> dict[str, object]:
         """Plain data."""
@@ -198,7 +153,7 @@ def _decode(job: Job, controller: ProfilingController) -> dict[str, str]:
     """Decode all prompts with drafts of which the controller hears; the category of each request, by its id."""
     step = job.llm.engine.speculative_step
     planner = step.planner
-    step.planner = DraftPlanner(controller)
+    step.planner = ProfilingPlanner(controller)
     try:
         outputs = job.llm.generate(_prompts(job), job.params)
     finally:

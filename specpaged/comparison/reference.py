@@ -33,6 +33,17 @@ def check_reference(reference: str, temperature: float) -> None:
         )
 
 
+def check_verification(job: Job) -> None:
+    """Raise ValueError where tokens are drawn anew beside drafts: outputs are not to be the reference's then."""
+    speculative = job.llm.config.speculative_config
+    temperature = job.params[0].temperature
+    if speculative is not None and speculative.verification == "rejection" and temperature > 0:
+        raise ValueError(
+            f"--temperature={temperature} has no reference under verification='rejection', which draws other tokens of "
+            "the same distribution; allowed: --temperature 0, or verification='coupled'"
+        )
+
+
 class PlainReference(Reference):
     """Plain decoding by an engine of ours."""
 

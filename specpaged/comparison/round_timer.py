@@ -81,14 +81,18 @@ class RoundTimer:
 
     def _sweep(self, batch_size: int, depths: SequenceOf[int], seconds: dict[int, list[float]]) -> bool:
         """Time a turn of each depth; False where the batch did not stay whole."""
+        drafter = self.engine.speculative_step.drafter
         sequences: list[Sequence] = []
+        may_draft = True
         try:
             for depth in depths:
-                if not self._has_room(sequences, depth):
+                if not (may_draft and self._has_room(sequences, depth)):
                     self._abort()
                     sequences = self._start(batch_size)
                 if not self._turn(sequences, depth, seconds[depth]):
                     return False
+                # Hidden states do not come again: heads have not read those of a turn without a drafter.
+                may_draft = depth > 0 or drafter.hidden_states is None
             return True
         finally:
             self._abort()

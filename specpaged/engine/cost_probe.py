@@ -17,6 +17,7 @@ from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -56,7 +57,7 @@ _OF_SEQUENCES = {"seconds_per_drafting": _DRAFTING_SECONDS, "seconds_per_sequenc
 # slowly that weights are read again and again: so many passes, or such a time, go before the ones that are timed.
 _FITS, _WARMING, _WARMING_SECONDS = 32, 8, 4e-3
 _BYTES_PER_SECOND = 1e10  # of weights, where nothing can be measured
-_VERSION = 24  # of what is kept
+_VERSION = 27  # of what is kept
 
 
 def get_planner(
@@ -104,7 +105,7 @@ def measured_costs(target: ModelRunner, draft: ModelRunner | None, most_rows: in
     costs = probe(target, draft, most_rows, BUDGET)
     if path is not None:
         try:
-            _write(path, json.dumps(costs.as_dict()))
+            _write(path, json.dumps(costs.as_dict() | _whose(target, draft)))
         except OSError as error:
             logger.warning("what passes take is not kept for the next time: %s", error)
     return costs
@@ -122,12 +123,17 @@ def probe(target: ModelRunner, draft: ModelRunner | None, most_rows: int, budget
         return share * budget - (time.perf_counter() - start)
 
     first_seconds: dict[int, list[float]] = {}  # that a proposal for so many takes besides its passes
+    first_shares: list[float] = []  # of a pass that heads draft by, that the first one takes
     saved: list[float] = []  # by passes of a row behind others of the target, where no drafter was between them
     drafter = draft and _ProbedDrafter(draft, target)
     timers = [PassTimer(target, most_rows, partial(_verified, target, drafter, saved))]
     if draft is not None:
-        timers.append(PassTimer(draft, most_rows, partial(_drafted, drafter, first_seconds), have_several=False))
-    for share, timer in zip((0.4, 0.6), timers, strict=False):
+        timers.append(
+            PassTimer(draft, most_rows, partial(_drafted, drafter, first_seconds, first_shares), have_several=False)
+        )
+        if drafter.reads is not None:
+            timers.append(PassTimer(draft, most_rows, partial(_proposal, drafter, num_drafts=0)))
+    for share, timer in zip((0.4, 0.6, 0.75), timers, strict=False):
         timer.begin(partial(left, share))
     for sweep in range(_SWEEPS):
         for shapes in zip_longest(*(timer.quick(budget / (2 + sweep)) for timer in timers)):
@@ -142,16 +148,28 @@ def probe(target: ModelRunner, draft: ModelRunner | None, most_rows: int, budget
     others = [(seconds - first) / num_seqs for num_seqs, seconds in of_num_seqs.items() if num_seqs > _FEW]
     of_sequences = _OF_SEQUENCES | {"seconds_per_drafting": _DRAFTING_SECONDS + max(0.0, median(others or [0.0]))}
     of_sequences["seconds_saved"] = min(max(0.0, median(saved)), 0.5 * passes[0].seconds[0])
+    if drafter.reads is not None:
+        of_sequences |= {"following": passes.pop(), "first_share": median(first_shares)}
     return CostModel(*passes, _PROPOSAL_SECONDS + first, _STEP_SECONDS, **of_sequences)
 
 
 def guessed_costs(target: ModelRunner, draft: ModelRunner | None) -> CostModel:
-    """What the bytes of the weights say: a pass is bound by them up to some ten rows, and by arithmetic from there."""
+    """What the bytes of the weights say: a pass is bound by them up to some ten rows, and by arithmetic from there.
+
+    Heads' layers are taken to be half of them, and the output layer the other half.
+    """
     passes = []
     for runner in (target, draft):
         seconds = 0.0 if runner is None else runner.model.weight_bytes / _BYTES_PER_SECOND
         passes.append(PassSeconds([1, 10, 20], [seconds, seconds, 2 * seconds]) if seconds else None)
-    return CostModel(*passes, _PROPOSAL_SECONDS, _STEP_SECONDS, **_OF_SEQUENCES)
+    of_heads: dict[str, Any] = {}
+    if draft is not None and _is_heads(draft):
+        of_heads = {"following": PassSeconds([1, 10, 20], [0.5 * s for s in passes[1].seconds]), "first_share": 0.5}
+    return CostModel(*passes, _PROPOSAL_SECONDS, _STEP_SECONDS, **_OF_SEQUENCES, **of_heads)
+
+
+def _is_heads(runner: ModelRunner) -> bool:
+    return runner.model.implementation == "heads"
 
 
 class _ProbedDrafter:
@@ -160,19 +178,19 @@ class _ProbedDrafter:
     def __init__(self, runner: ModelRunner, target: ModelRunner):
         self.runner = runner
         self._vocab_size = runner.model.vocab_size
-        reads = runner.model.implementation == "heads"
-        if reads:
+        if _is_heads(runner):
             self._vocab_size = target.model.vocab_size
             self._drafter: Drafter = HeadsDrafter(runner, self._vocab_size, with_probs=False)
         else:
             self._drafter = DraftModelDrafter(runner, self._vocab_size, 1 << 30, with_probs=False)
+        self.reads = self._drafter.hidden_states
         self._hidden_size = target.model.hidden_size
 
     def propose(self, rows: list[RaggedRow], num_drafts: int) -> None:
-        """So many drafts behind each of the rows, which are run."""
+        """So many drafts behind each of the rows, which are run. Heads may have none to make."""
         model = self.runner.model
         wanted = [DraftRow(i, row.token_ids, row.context_len, row.blocks, num_drafts, i) for i, row in enumerate(rows)]
-        reads = self._drafter.hidden_states
+        reads = self.reads
         if reads is not None:
             for i, row in enumerate(wanted):
                 states = torch.zeros(len(row.token_ids), self._hidden_size, dtype=model.dtype, device=model.device)
@@ -218,11 +236,20 @@ def _forward(runner: ModelRunner, rows: list[RaggedRow]) -> float:
     return time.perf_counter() - start
 
 
-def _drafted(drafter: _ProbedDrafter, first_seconds: dict[int, list[float]], rows: list[RaggedRow]) -> float:
+def _drafted(
+    drafter: _ProbedDrafter,
+    first_seconds: dict[int, list[float]],
+    first_shares: list[float],
+    rows: list[RaggedRow],
+) -> float:
     """A pass of several in one proposal."""
     one, four = (_proposal(drafter, rows, num_drafts) for num_drafts in (1, 1 + _FURTHER))
     seconds = max((four - one) / _FURTHER, one / 8)
-    first_seconds.setdefault(len(rows), []).append(max(0.0, one - seconds))
+    first = one
+    if drafter.reads is not None:
+        first -= _proposal(drafter, rows, 0)
+        first_shares.append(min(1.0, max(0.0, first / seconds)))
+    first_seconds.setdefault(len(rows), []).append(max(0.0, first - seconds))
     return seconds
 
 
@@ -248,6 +275,13 @@ def _path(target: ModelRunner, draft: ModelRunner | None, most_rows: int) -> Pat
             facts += [model.architecture, model.num_parameters, model.weight_bytes, str(model.dtype), model.backend]
             facts += [str(model.kv_dtype), model.numerics_scheme, runner.graphs is not None, runner.kv_cache.block_size]
     return folder / f"costs-{hashlib.sha256(repr(facts).encode()).hexdigest()[:24]}.json"
+
+
+def _whose(target: ModelRunner, draft: ModelRunner | None) -> dict[str, object]:
+    """By what a plan finds them, which has no models: see planning.pass_costs."""
+    models = [runner.model for runner in (target, draft) if runner is not None]
+    names = [f"{model.architecture} {model.num_parameters}" for model in models]
+    return {"models": names, "threads": torch.get_num_threads()}
 
 
 def _processor() -> str:

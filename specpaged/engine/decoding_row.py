@@ -26,8 +26,9 @@ def decoding_row(
     """
     sequence, start, draft = entry.sequence, entry.context_len, entry.draft.token_ids
     table = sequence.page_table
-    draft_context_len = start
+    draft_context_len, draft_blocks = start, None
     if len(table.context_lens) > DRAFT:
+        draft_blocks = table.draft_entries
         draft_context_len = min(table.context_lens[DRAFT], sequence.num_tokens + len(draft))  # of a draft that was cut
         if num_draft_tokens:
             start = min(start, draft_context_len)
@@ -45,6 +46,8 @@ def decoding_row(
         lookup.address(sequence, sequence.token_ids) if lookup is not None and num_draft_tokens else 0,
         choice,
         [] if choice is None else [each.address(sequence, sequence.token_ids) for each in lookups],
+        draft_blocks,
+        table.num_skipped,
     )
 
 

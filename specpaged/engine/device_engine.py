@@ -146,7 +146,7 @@ class DeviceEngine(Engine):
             flight = None
         self._land()
         self._flight = flight
-        self._metrics.record_blocks(self.allocator.num_held)
+        self._metrics.record_blocks(self.allocator.num_held, self.kv_layout.num_draft_held)
         return None
 
     def _reserve(self) -> list[RowState] | None:

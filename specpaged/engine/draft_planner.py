@@ -39,7 +39,7 @@ class DraftPlanner:
         self.controller = controller
         self.follows_target = follows_target  # the drafter does: nobody has to catch up, or can
         self.followers = Followers() if follows_target and gives_up else None  # ranks have to give up the same ones
-        self.clock = StepClock(controller)
+        self.clock = StepClock(controller, follows_target)
         self._sequences: list[Sequence] = []  # of the last plan
         self._plan = self._plan_again = Plan([])
         self._age, self._good_for = 0, 0  # steps since it was made, and that it is followed for
@@ -233,13 +233,13 @@ class DraftPlanner:
         outcomes, self._outcomes = self._outcomes, []
         for sequence, draft, token_ids in outcomes:
             if draft and not draft.drafter:
-                ask(self.controller.observe_drafts, sequence, *_outcome(draft, token_ids), _Evidence(draft))
+                ask(self.controller.observe_drafts, sequence, *outcome_of(draft, token_ids), _Evidence(draft))
             for found in draft.found:
-                outcome = _outcome(found, token_ids)
+                outcome = outcome_of(found, token_ids)
                 ask(self.controller.observe_lookup, found.drafter - 1, sequence, *outcome, _Evidence(found))
 
 
-def _outcome(draft: Draft, token_ids: SequenceOf[int]) -> tuple[int, int]:
+def outcome_of(draft: Draft, token_ids: SequenceOf[int]) -> tuple[int, int]:
     """How many of its tokens stand where these came, and whether the next one fell: 0 where that is not known."""
     num_accepted, num_known = 0, min(len(draft), len(token_ids))
     while num_accepted < num_known and draft.token_ids[num_accepted] == token_ids[num_accepted]:
@@ -277,8 +277,8 @@ def num_unseen(sequence: Sequence) -> int:
 
 def _lag(sequence: Sequence) -> int:
     """Known tokens that the drafter has not run; 1 of one that keeps no KV."""
-    context_lens = sequence.page_table.context_lens
-    return sequence.num_tokens - context_lens[DRAFT] if len(context_lens) > DRAFT else 1
+    table = sequence.page_table
+    return table.draft_lag(sequence.num_tokens) if len(table.context_lens) > DRAFT else 1
 
 
 def _num_left(sequence: Sequence) -> int | None:

@@ -49,14 +49,17 @@ def draft_row(
     start, token_ids, blocks = 0, (), ()
     hidden_position = entry.context_len
     if len(table.context_lens) > DRAFT:  # the drafter has KV
-        start, blocks = table.context_lens[DRAFT], table.entries
+        start, blocks = table.context_lens[DRAFT], table.draft_entries
         if behind_rounds:  # which have left those hidden states that the drafter has not read
             hidden_position = start
         if hidden is None:
             end = sequence.num_tokens if k > 0 else table.context_lens[TARGET]
+            if k == 0 and table.reserve_draft(end) is None:  # drafts' slots are reserved, and those before them
+                return nothing
         else:
             end = table.context_lens[TARGET] + 1 if start >= hidden_position else start
-        token_ids = sequence.token_ids[start:end]
+        token_ids, start = table.draft_text(sequence.token_ids, end), table.draft_position
+        num_looked_back = min(num_looked_back, len(token_ids))
         if hidden is not None and not token_ids:
             k = 0
         if len(token_ids) > most_tokens and hidden is None:

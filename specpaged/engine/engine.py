@@ -57,11 +57,10 @@ class Engine:
         self.draft = draft
         self._runners = [target] if draft is None else [target, draft]
         self.kv_layout = kv_layout
+        self.num_pools = len(self._runners)
         speculative = config.speculative_config if drafter is not None else None
         self.max_draft_tokens = speculative.max_draft_tokens if speculative else 0
-        self.num_pools = len(self._runners)
-        num_slots = target.kv_cache.num_slots
-        if num_slots < config.max_model_len:
+        if (num_slots := target.kv_cache.num_slots) < config.max_model_len:
             raise ValueError(f"target.kv_cache has {num_slots} slots for max_model_len={config.max_model_len}")
         self.allocator = BlockAllocator(target.kv_cache.num_blocks)
         is_cached, looks_ahead = config.enable_prefix_caching, speculative is not None and speculative.reads_target
@@ -172,13 +171,14 @@ class Engine:
 
     def check_idle(self) -> None:
         """IntegrityError if blocks are held though no sequence is here. O(1)."""
-        if self.allocator.num_held and not self.has_unfinished_requests:
-            raise IntegrityError(f"{self.allocator.num_held} blocks are held, and no sequence is here to hold them")
+        if (num_held := self.allocator.num_held + self.kv_layout.num_draft_held) and not self.has_unfinished_requests:
+            raise IntegrityError(f"{num_held} blocks are held, and no sequence is here to hold them")
 
     def check_integrity(self) -> None:
         """Free + held == total, and every block held is held by a sequence of this engine."""
         self.scheduler.check_integrity()
         self.kv_layout.check_integrity()
+        self.kv_layout.check_draft_blocks([sequence.page_table for sequence in self.scheduler])
         if self.prefix_cache is not None:
             self.prefix_cache.check_integrity()
         for runner in self._runners:
@@ -228,13 +228,13 @@ class Engine:
                 self.speculative_step.forget(sequence)
             if not scheduled.entries and len(self.scheduler):
                 raise RuntimeError(f"no sequence can run, and {len(self.scheduler)} wait: {list(self.scheduler)}")
-            for runner in self._runners if scheduled.forks else ():
+            for runner in self._runners[: self.kv_layout.num_shared_pools] if scheduled.forks else ():
                 self._metrics.fork_copied_bytes += runner.kv_cache.copy_blocks(scheduled.forks)
         if scheduled.entries:
             start = time.perf_counter()
             self.kv_layout.place(scheduled.entries)
             self._metrics.rollback_seconds += time.perf_counter() - start
-        self._metrics.record_blocks(self.allocator.num_held)
+        self._metrics.record_blocks(self.allocator.num_held, self.kv_layout.num_draft_held)
         return scheduled
 
     def _fail_who_has_no_token(self, scored: ScoredStep, verified: VerifyOutput) -> None:

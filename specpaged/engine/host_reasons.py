@@ -45,6 +45,8 @@ def why_never(engine: Engine) -> str | None:
         return None
     if not isinstance(drafter, DraftModelDrafter):
         return "drafter"
+    if engine.kv_layout.num_shared_pools == 1:
+        return "blocks of the draft's own"
     if engine.speculative_step.planner is not None:
         return "adaptive K"
     if engine.speculative_step.verifier.name == "rejection":

@@ -41,6 +41,7 @@ class KVLayout:
 
     name = "truncate"
     shares_blocks = True  # between sequences: forks and the prefix cache
+    num_shared_pools = 2  # whose KV lies in those blocks: the target's, the draft's
 
     def __init__(self, tokens_per_block: int):
         self.tokens_per_block = tokens_per_block
@@ -60,5 +61,13 @@ class KVLayout:
     def realign(self, running: SequenceOf[Sequence]) -> None:
         """Bring the KV of all running sequences into the layout's order."""
 
+    @property
+    def num_draft_held(self) -> int:
+        """Blocks that are the draft's alone, and that sequences hold."""
+        return 0
+
     def check_integrity(self) -> None:
         """IntegrityError where the layout's invariants do not hold."""
+
+    def check_draft_blocks(self, tables: SequenceOf[PageTable]) -> None:
+        """IntegrityError unless each block that is the draft's alone is held by one of these tables, which are all."""

@@ -99,6 +99,7 @@ class PassTimer:
         per_row = 0.0
         if of_several is not None:
             per_row = min(per_token, max(0.0, of_several - of_kv) / num_kv_tokens / (_SEVERAL - 1))
+            seconds = self._without_own_kv(num_rows, seconds, per_row)
         of_few = self._kv_seconds(_FEW, 1)
         if of_few is None or num_seqs <= _FEW:
             return PassSeconds(num_rows, seconds, per_sequence, per_token - per_row, per_row)
@@ -106,6 +107,14 @@ class PassTimer:
         near_token = min(per_token, max(per_row, of_few / near))
         further = (per_token - near_token) * num_kv_tokens / (num_kv_tokens - near)
         return PassSeconds(num_rows, seconds, per_sequence, near_token - per_row, per_row, further, near)
+
+    def _without_own_kv(self, num_rows: Sequence[int], seconds: Sequence[float], per_row: float) -> list[float]:
+        """Less what rows of one sequence take that attend to those before them, n (n - 1) / 2 of n: rows of several
+        sequences, of which a step's are, do not.
+        """
+        together = {n for shape, n in self._rows.items() if shape.num_rows > 1}
+        own = [n * (n - 1) / 2 * per_row if n in together else 0.0 for n in num_rows]
+        return _rising([max(s / 2, s - of_own) for s, of_own in zip(seconds, own, strict=True)])
 
     def _kv_seconds(self, num_seqs: int, num_rows: int) -> float | None:
         """What these sequences' KV takes; None where that has not been timed."""

@@ -134,7 +134,10 @@ class StartupReport:
             caches = f" and {cache.num_blocks} caches" if config.rollback == "group" else ""
             kv = f"rollback {config.rollback}: {cache.num_rows} rows{caches} of {cache.num_columns} tokens"
             num_full_sequences = cache.num_blocks
-        num_bytes = sum(model.kv_bytes_per_token for model in models) * (cache.num_bytes // cache.bytes_per_token)
+        pools = [runner.kv_cache for runner in (target, draft) if runner is not None]
+        num_bytes = sum(pool.num_bytes for pool in pools)
+        if draft is not None and draft.kv_cache.num_blocks != cache.num_blocks:
+            kv += f", {draft.kv_cache.num_blocks} of the draft's own"
         return cls(
             tuple(models),
             f"{kv}, {human_bytes(num_bytes)}",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 from functools import partial
 from itertools import compress, zip_longest
 from operator import gt
@@ -91,7 +92,8 @@ def run_rounds(step: SpeculativeStep, entries: SequenceOf[ScheduledSequence]) ->
     longest = max([max(len(row.draft), row.num_draft_tokens, most) for row, most in zip(rows, num_found, strict=True)])
     if not step.target.runs_greedy(len(rows) * (1 + longest)):
         return None
-    rounds = step.target.rounds(rows, step.vocab_size, num_rounds, draft, stop_rule, goes_on)
+    tells_found = planner is not None and planner.looks_at_rounds  # to learn of lookups, whether or not they are taken
+    rounds = step.target.rounds(rows, step.vocab_size, num_rounds, draft, stop_rule, goes_on, tells_found)
     rounds.num_wanted = [row.num_draft_tokens for row in rows]
     if planner is None:
         rounds.num_wanted = list(map(max, rounds.num_wanted, num_found))
@@ -135,7 +137,7 @@ def commit_rounds(step: SpeculativeStep, scored: ScoredStep) -> None:
     metrics.peak_unverified_kv_tokens = max(metrics.peak_unverified_kv_tokens, *unverified)
     metrics.proposed_tokens += sum(rounds.num_drafted)  # those of the first round have been counted
     fared = _Fared([], [], [])
-    if rounds.drafts and step.planner is not None and step.planner.looks_at_rounds:
+    if step.planner is not None and step.planner.looks_at_rounds and (rounds.drafts or any(rounds.num_found)):
         _tell_outcomes(step, scored)
     for i, entry in enumerate(scored.entries):
         _emit(step, entry.sequence, rounds, i, fared)
@@ -162,17 +164,23 @@ def commit_rounds(step: SpeculativeStep, scored: ScoredStep) -> None:
 
 
 def _tell_outcomes(step: SpeculativeStep, scored: ScoredStep) -> None:
-    """Of the drafts that were made within these rounds: what is known of them has come along."""
-    in_rounds = step.drafter.in_rounds
+    """Of the drafts that were made within these rounds, and of what lookups have found besides: what is known of them
+    has come along.
+    """
+    in_rounds, nothing = step.drafter.in_rounds, [()] * len(scored.entries)
     for of_round in scored.rounds.rounds[1:]:
         drafters = of_round.drafters or [0] * len(scored.entries)
-        for entry, drafts, left_out, evidence, token_ids, drafter in zip(
+        for entry, drafts, left_out, evidence, token_ids, drafter, besides in zip(
             scored.entries, of_round.drafts, of_round.left_out, of_round.evidence, of_round.token_ids, drafters,
-            strict=True,
+            of_round.found or nothing, strict=True,
         ):  # fmt: skip
-            if evidence:
-                draft = _draft(in_rounds, drafts + left_out, evidence, drafter)
-                step.planner.told(entry.sequence, Draft(found=[draft]) if drafter else draft, token_ids)
+            if not evidence and not besides:
+                continue
+            draft = _draft(in_rounds, drafts + left_out, evidence, drafter) if evidence else NO_DRAFT
+            found = [_draft(in_rounds, of_lookup, known, number) for number, of_lookup, known in besides]
+            if drafter:
+                draft, found = NO_DRAFT, [draft, *found]
+            step.planner.told(entry.sequence, replace(draft, found=found) if found else draft, token_ids)
 
 
 def _draft(in_rounds: object, token_ids: list[int], evidence: list[float], drafter: int) -> Draft:

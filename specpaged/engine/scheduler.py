@@ -61,6 +61,9 @@ class Scheduler(Protocol):
     num_preemptions: int
     num_grouped_rounds: int  # rounds of sequences of one length; see research.exspec
     num_fallback_rounds: int
+    num_short_steps: int  # see scheduling.draft_slots
+    num_released_drafts: int
+    num_without_draft_kv: int
 
     def __len__(self) -> int: ...
 

@@ -31,10 +31,14 @@ class StepClock:
     Those with a prefill tell nothing: their passes are of another kind. To listen takes time; all of the first steps
     are heard, and then as many as a share of the time allows, of longer ones more. That time is no part of what they
     take, nor is what it takes to plan and to select: of both, steps that are heard have more than their share.
+
+    A proposal is told as its passes. A drafter that `follows` the target has one over what that has just run, and then
+    one for each draft; else the first of these is over what has come.
     """
 
-    def __init__(self, controller: Controller):
+    def __init__(self, controller: Controller, follows: bool = False):
         self.controller = controller
+        self.follows = follows
         self.num_steps = 0
         self.tells = False  # whether the controller hears what this step takes
         self._tells_rest = False  # and of the last one, what it took beside its passes
@@ -90,10 +94,12 @@ class StepClock:
                 self._mean_context = num_tokens / len(entries)
                 ask(self.controller.observe_target, self._shape(len(entries) + num_drafts), verify_seconds)
             num_tokens += num_emitted
-        num_made, draft_seconds = found.last_drafting
+        num_made, num_followed, draft_seconds = found.last_drafting
         observe_drafting = getattr(self.controller, "observe_drafting", None)
         if num_made and observe_drafting is not None:
             passes = self._passes_of(num_made, [count for count in found.num_wanted if count])
+            if self.follows:
+                passes.insert(0, self._shape(num_followed))
             ask(observe_drafting, passes, draft_seconds)
         self._go_on_from(seconds)
 
@@ -119,8 +125,8 @@ class StepClock:
             return
         drafted = [drafts[row.request_idx] for row in rows if row.num_draft_tokens > 0]
         num_drafted = [0 if draft.drafter else len(draft) for draft in drafted]
-        self._passes = [PassShape(sum(len(row.token_ids) for row in rows), len(rows), self._mean_context)]
-        self._passes += self._later(num_drafted)
+        num_rows = sum(len(row.token_ids) - self.follows for row in rows)  # of a newest token there is no hidden state
+        self._passes = [PassShape(num_rows, len(rows), self._mean_context), *self._behind_first(num_drafted)]
 
     def proposed_for(self, seconds: float) -> None:
         """So long it took to propose, or not to; what was left out since the target's pass is part of that."""
@@ -139,9 +145,10 @@ class StepClock:
             widths.append(sum(count > len(widths) for count in num_wanted))
         return [PassShape(width, width, self._mean_context) for width in widths]
 
-    def _later(self, num_drafted: SequenceOf[int]) -> list[PassShape]:
+    def _behind_first(self, num_drafted: SequenceOf[int]) -> list[PassShape]:
         """The passes of a proposal behind its first one."""
-        widths = [sum(count > depth for count in num_drafted) for depth in range(1, max(num_drafted, default=0))]
+        depths = range(0 if self.follows else 1, max(num_drafted, default=0))
+        widths = [sum(count > depth for count in num_drafted) for depth in depths]
         return [PassShape(width, width, self._mean_context) for width in widths]
 
     def _hears_next(self, seconds: float) -> None:

@@ -144,12 +144,14 @@ class ModelRunner:
         draft: ModelRunner | None = None,
         stop_rule: StopRule | None = None,
         goes_on: bool = False,
+        tells_found: bool = False,
     ) -> Rounds:
         """Rounds of these sequences by the most likely tokens, of the first num_ids ids, in one call.
 
         In front of each but the first `draft` drafts for the rows that want drafts, or each one's own `lookup` does, to
         which what comes is added; by a `stop_rule` of these rows, if there is one, which also leaves out drafts. Heads
-        run what stands of all rows, those that a target's pass has come behind.
+        run what stands of all rows, those that a target's pass has come behind. What lookups have found and no row has
+        taken comes along with `tells_found`.
         Rounds are fewer than `num_rounds` where a sequence ends, with the one in which it does, and where a row has no
         most likely token, before that round.
         Only where both models run greedily.
@@ -157,7 +159,7 @@ class ModelRunner:
         self._check_threads()
         decoder = self.model.decoder
         drafting = None if draft is None else draft.model.decoder.rounds_model(draft.kv_cache, num_ids)
-        return decoder.rounds(rows, self.kv_cache, num_ids, num_rounds, drafting, stop_rule, goes_on)
+        return decoder.rounds(rows, self.kv_cache, num_ids, num_rounds, drafting, stop_rule, goes_on, tells_found)
 
     def _check_threads(self) -> None:
         model = self.model

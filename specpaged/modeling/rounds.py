@@ -29,6 +29,10 @@ class DecodingRow(NamedTuple):
     # When it takes a draft of one of several such indexes, `lookups`, in place of the model's; None: never.
     choice: LookupChoice | None = None
     lookups: Sequence[int] = ()
+    draft_blocks: Sequence[int] | None = None  # of the draft model's KV; None: `blocks`
+    # Tokens before `draft_context_len` that the draft model does not read: the next one has a place so much nearer to
+    # the beginning of its text, and of `draft_blocks`.
+    num_skipped: int = 0
 
 
 class Round(NamedTuple):
@@ -40,6 +44,8 @@ class Round(NamedTuple):
     token_ids: list[list[int]]  # the drafts that stand, and the token behind them
     num_drafted: int  # in the same call, of all sequences: with all that a rule has left out
     drafters: Sequence[int] = ()  # whose the drafts are, if made in the same call: see Draft
+    # What lookups have found besides: whose it is, the tokens whose outcome is known, and what is known of each.
+    found: Sequence[Sequence[tuple[int, list[int], list[float]]]] = ()
 
 
 class Rounds:
@@ -54,15 +60,24 @@ class Rounds:
     Drafts that wait are for the round that would be next, made in the same call.
     """
 
-    def __init__(self, num_rounds: int, num_seqs: int, found: list[int], beside: array[float], seconds: array[float]):
-        """Of what the call has written: rounds.cpp's Found says how."""
+    def __init__(
+        self,
+        num_rounds: int,
+        num_seqs: int,
+        found: list[int],
+        beside: array[float],
+        seconds: array[float],
+        num_told: int = 0,
+    ):
+        """Of what the call has written: rounds_found.h says how. It tells what so many lookups have found besides."""
         self.num_rounds = num_rounds
         waiting, unread, whose, drafted = (1 + count * num_seqs for count in range(2, 6))
         had = drafted + num_rounds + 1
         missed = had + num_seqs * num_rounds
         got = missed + num_seqs * num_rounds
         made_by = got + num_seqs * num_rounds
-        start = made_by + num_seqs * num_rounds
+        besides = made_by + num_seqs * num_rounds
+        start = besides + num_seqs * num_rounds * num_told
         self.drafts_wait = bool(found[0])
         self.draft_context_lens = found[1 + num_seqs : waiting]  # that the draft model has run, of those that wait too
         self.num_waiting = found[waiting:unread]
@@ -73,7 +88,9 @@ class Rounds:
         self.num_drafts = found[had:missed]
         self.num_left_out = found[missed:got]
         self.num_tokens = found[got:made_by]
-        self.drafters = found[made_by:start]  # whose the drafts were of each round
+        self.drafters = found[made_by:besides]  # whose the drafts were of each round
+        self.num_found = found[besides:start]  # tokens that each lookup has found besides, where that is told
+        self._num_told = num_told
         self.token_ids = []
         for num_tokens in found[1 : 1 + num_seqs]:
             self.token_ids.append(found[start : start + num_tokens])
@@ -81,6 +98,7 @@ class Rounds:
         self.num_wanted: list[int] = []  # drafts of each sequence, for each further round, as the host has asked
         self.seconds = seconds  # of each round's target pass, and of what made its drafts, by turns; waiting ones' too
         self._drafts, self._evidence = found[start:], beside
+        self._found_start = len(self._drafts) - sum(self.num_found)
 
     @property
     def drafts(self) -> bool:
@@ -88,16 +106,18 @@ class Rounds:
         return any(self.num_drafted) or self.num_drafted_ahead > 0
 
     @property
-    def last_drafting(self) -> tuple[int, float]:
-        """Drafts that were made last for a round, or else ahead, of all sequences together; and the seconds it took.
+    def last_drafting(self) -> tuple[int, int, float]:
+        """Drafts that were made last for a round, or else ahead, of all sequences together; how many tokens had come in
+        the round before; and the seconds it took.
 
         None where a lookup has made some of them in place of the model.
         """
         if any(self.drafters) or any(self.waiting_drafters):
-            return 0, 0.0
+            return 0, 0, 0.0
+        emitted = [0, *self.num_emitted]
         if self.num_drafted[-1]:
-            return self.num_drafted[-1], self.seconds[2 * self.num_rounds - 1]
-        return self.num_drafted_ahead, self.seconds[2 * self.num_rounds + 1]
+            return self.num_drafted[-1], emitted[-2], self.seconds[2 * self.num_rounds - 1]
+        return self.num_drafted_ahead, emitted[-1], self.seconds[2 * self.num_rounds + 1]
 
     @property
     def draft_seconds(self) -> float:
@@ -152,7 +172,23 @@ class Rounds:
                 of_round.left_out.append(self._drafts[middle:end])
                 of_round.evidence.append(self._evidence[start:end].tolist())
                 of_round.token_ids.append(token_ids[tokens_start:tokens_end])
+        if self._num_told:
+            rounds = [of_round._replace(found=found) for of_round, found in zip(rounds, self._found(), strict=True)]
         return rounds
+
+    def _found(self) -> list[list[list[tuple[int, list[int], list[float]]]]]:
+        """Of each round and sequence, what lookups have found besides."""
+        found: list[list[list[tuple[int, list[int], list[float]]]]] = [[] for _ in range(self.num_rounds)]
+        end, counts = self._found_start, iter(self.num_found)
+        for _ in self.token_ids:
+            for of_round in found:
+                of_sequence = []
+                for number in range(1, self._num_told + 1):
+                    start, end = end, end + next(counts)
+                    if end > start:
+                        of_sequence.append((number, self._drafts[start:end], self._evidence[start:end].tolist()))
+                of_round.append(of_sequence)
+        return found
 
 
 class Lookup(ABC):

@@ -56,6 +56,45 @@ class PageTable:
         return self.blocks
 
     @property
+    def num_shared_pools(self) -> int:
+        """Pools whose KV lies in these blocks, so that whoever shares a block shares it with them: here all."""
+        return len(self.context_lens)
+
+    # Of a table with a draft's pool. The draft reads the sequence's tokens, all of them, and its KV lies in the same
+    # blocks as the target's; SplitPageTable has it otherwise.
+
+    @property
+    def draft_entries(self) -> Sequence[int]:
+        """The numbers by which a pass of the draft model finds the sequence's KV."""
+        return self.entries
+
+    @property
+    def draft_position(self) -> int:
+        """The place, in the text that the draft reads, of the next token that it is to run."""
+        return self.context_lens[DRAFT]
+
+    @property
+    def num_skipped(self) -> int:
+        """Tokens that are missing in the text that the draft reads, before `draft_position`."""
+        return 0
+
+    def draft_text(self, token_ids: Sequence[int], num_tokens: int) -> Sequence[int]:
+        """Of the sequence's first num_tokens tokens those that the draft is to run, from `draft_position` on."""
+        return token_ids[self.context_lens[DRAFT] : num_tokens]
+
+    def draft_lag(self, num_tokens: int) -> int:
+        """How many tokens the draft has to run before it has run all that it reads of num_tokens tokens."""
+        return num_tokens - self.context_lens[DRAFT]
+
+    def reserve_draft(self, num_tokens: int, num_drafts: int = 0) -> int | None:
+        """Slots in the draft's pool for num_tokens known tokens and drafts behind them: for how many drafts.
+
+        None where not even the known ones have slots, and the draft has given up its KV. Here they have the target's,
+        which are reserved already.
+        """
+        return num_drafts
+
+    @property
     def capacity(self) -> int:
         """The number of tokens that the blocks have room for."""
         return len(self.blocks) * self.block_size
@@ -205,7 +244,7 @@ class PageTable:
             if self._allocator.ref_count(block) == 0:
                 raise IntegrityError(f"the page table names block {block}, which has no owner")
         for pool, context_len in enumerate(self.context_lens):
-            if not 0 <= context_len <= self.capacity:
+            if context_len < 0 or (pool < self.num_shared_pools and context_len > self.capacity):
                 raise IntegrityError(f"pool {pool} has {context_len} valid tokens, capacity {self.capacity}")
             if self.num_published[pool] * self.block_size > context_len:
                 raise IntegrityError(

@@ -99,7 +99,7 @@ class PrefixCache:
         if table.block_size != size:
             raise ValueError(f"table must have the cache's block size, {size}, got {table.block_size}")
         num_tokens, num_new = len(token_ids), 0
-        for pool, context_len in enumerate(table.context_lens):
+        for pool, context_len in zip(range(table.num_shared_pools), table.context_lens, strict=False):
             num_tokens = min(num_tokens, context_len)  # valid in this pool and those before
             if num_tokens // size > table.num_published[pool]:
                 num_new += self._publish(table, token_ids, pool, num_tokens // size)

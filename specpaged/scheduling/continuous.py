@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from collections.abc import Sequence as SequenceOf
 
 from specpaged.drafting.draft import NO_DRAFT
 from specpaged.engine.scheduler import ScheduledSequence, ScheduledStep
@@ -12,15 +11,16 @@ from specpaged.engine.sequence import Sequence, SequenceStatus
 from specpaged.paging.block_allocator import BlockAllocator, OutOfBlocksError
 from specpaged.paging.page_table import TARGET
 from specpaged.paging.prefix_cache import PrefixCache
+from specpaged.scheduling.draft_slots import DraftSlots
 from specpaged.speculative_config import SpeculativeConfig
 
 
-class ContinuousScheduler:
+class ContinuousScheduler(DraftSlots):
     """First come, first served, with a token budget, chunked prefill and preemption by recomputation.
 
     A step is put together in three passes. Running sequences first: each needs KV slots for its known tokens,
-    and when the pool is out of blocks pending drafts give back theirs, then the youngest running sequence all of its
-    own: it waits at the front of the queue, to be recomputed later. Then waiting ones are admitted while sequences,
+    and when the pool is out of blocks all pending drafts give back theirs, then the youngest running sequence all of
+    its own: it waits at the front of the queue, to be recomputed later. Then waiting ones are admitted while sequences,
     token budget and free blocks, those of pending drafts among them, allow. Last, drafts are verified as far as the
     token budget goes; of it they may keep half from a prefill, so that neither starves the other. Speculation never
     preempts anybody, nor keeps anybody waiting.
@@ -37,6 +37,7 @@ class ContinuousScheduler:
         speculative_config: SpeculativeConfig | None,
         prefix_cache: PrefixCache | None,
     ):
+        super().__init__()
         self.allocator = allocator
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
@@ -47,9 +48,7 @@ class ContinuousScheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of admission
         self.num_preemptions = 0
-        # Of the step that is being made.
-        self._num_new_tokens: dict[Sequence, int] = {}
-        self._preempted: list[Sequence] = []
+        self._preempted: list[Sequence] = []  # of the step that is being made
         self.num_grouped_rounds = 0  # see ExspecScheduler
         self.num_fallback_rounds = 0
 
@@ -103,6 +102,7 @@ class ContinuousScheduler:
             num_new_tokens[sequence] = count
             prefill_budget -= count
 
+        self.num_short_steps += self.is_short
         return ScheduledStep(self._with_drafts(num_new_tokens), tuple(forks), tuple(self._preempted))
 
     def preempt_all(self) -> list[Sequence]:
@@ -113,53 +113,6 @@ class ContinuousScheduler:
         for sequence in self.waiting:
             sequence.page_table.free()  # of who was just about to be admitted
         return self._preempted
-
-    def reserve_drafts(self, sequences: SequenceOf[Sequence], wanted: SequenceOf[int] | None = None) -> list[int]:
-        """How many draft tokens to make for sequences that have just been committed, with slots for them reserved.
-
-        No more than are `wanted`, or the configuration says, than could be emitted, than the next step's token budget
-        has room for beside a token of everybody, and than free blocks hold.
-        """
-        counts = []
-        shares, budget = self._draft_shares(sequences, wanted)
-        for sequence, share in zip(sequences, shares, strict=True):
-            k = min(share, self._num_useful_draft_tokens(sequence), budget)
-            counts.append(self._reserve_draft(sequence, k) if k > 0 else 0)
-            budget -= counts[-1]
-        return counts
-
-    def reserve_rounds(
-        self, sequences: SequenceOf[Sequence], num_rounds: int, wanted: SequenceOf[int] | None = None
-    ) -> list[tuple[int, int]]:
-        """As `ReserveRounds` says."""
-        reserved = []
-        shares, budget = self._draft_shares(sequences, wanted)
-        for sequence, share in zip(sequences, shares, strict=True):
-            k = min(share, budget)
-            budget -= k
-            most = len(sequence.draft.token_ids) + (num_rounds - 1) * (k + 1)
-            most = min(most, self._num_useful_draft_tokens(sequence))
-            reserved.append((k, 1 + (self._reserve_draft(sequence, most) if most > 0 else 0)))
-        return reserved
-
-    def _draft_shares(self, sequences: SequenceOf[Sequence], wanted: SequenceOf[int] | None) -> tuple[list[int], int]:
-        """How many drafts each sequence may have, and how many all of them may."""
-        batch_size = min(self.max_num_seqs, len(self) - sum([sequence.has_ended for sequence in self.running]))
-        if wanted is None:
-            configured = self.speculative_config.num_draft_tokens(batch_size) if self.speculative_config else 0
-            wanted = [configured] * len(sequences)
-        shares = [min(k, sequence.max_draft_tokens) for sequence, k in zip(sequences, wanted, strict=True)]
-        return shares, self.max_num_batched_tokens - batch_size
-
-    @staticmethod
-    def _reserve_draft(sequence: Sequence, k: int) -> int:
-        """Slots for k drafts behind the known tokens, or for as many as the last block still holds."""
-        table, num_tokens = sequence.page_table, len(sequence.token_ids)
-        try:
-            table.reserve(num_tokens + k)
-        except OutOfBlocksError:
-            return max(0, min(k, table.capacity - num_tokens))
-        return k
 
     def _prefill_budget(self, candidates: list[Sequence], missing: list[int]) -> int:
         """Tokens of the step for prompts: they leave one to everybody who decodes, and up to half of the rest to
@@ -192,33 +145,12 @@ class ContinuousScheduler:
                 table.reserve(table.context_lens[TARGET] + count)
                 return True
             except OutOfBlocksError:
-                if self._release_draft():
+                if self._release_drafts():
                     continue
                 victim = self.running[-1]
                 self._preempt(victim)
                 if victim is sequence:
                     return False
-
-    def _release_draft(self) -> bool:
-        """Give back the youngest sequence's blocks that are for drafts alone; False if nobody has any."""
-        for sequence in reversed(self.running):
-            if self._num_draft_blocks(sequence):
-                table, num_tokens = sequence.page_table, self._num_tokens_without_draft(sequence)
-                sequence.draft = NO_DRAFT
-                for pool, context_len in enumerate(table.context_lens):
-                    table.truncate(pool, min(context_len, num_tokens))
-                table.reserve(num_tokens)  # which truncating may have taken, too
-                return True
-        return False
-
-    def _num_draft_blocks(self, sequence: Sequence) -> int:
-        """Blocks that a sequence holds for drafts alone: those of its draft, and what that was expected to need."""
-        num_needed = -(-self._num_tokens_without_draft(sequence) // self.block_size)
-        return max(0, len(sequence.page_table.blocks) - num_needed)
-
-    def _num_tokens_without_draft(self, sequence: Sequence) -> int:
-        """Slots that a sequence needs without drafts: one for its last known token only if that runs now."""
-        return sequence.num_tokens if sequence in self._num_new_tokens else sequence.page_table.context_lens[TARGET]
 
     def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
@@ -271,8 +203,9 @@ class ContinuousScheduler:
         num_needed = -(-num_tokens // self.block_size) - num_shared_blocks
         if num_needed > self.allocator.num_free + sum(map(self._num_draft_blocks, self.running)):
             return False
+        youngest_first = reversed(self.running)
         while num_needed > self.allocator.num_free:
-            self._release_draft()
+            self._release_draft(next(sequence for sequence in youngest_first if self._num_draft_blocks(sequence)))
         return True
 
     def _with_drafts(self, num_new_tokens: dict[Sequence, int]) -> tuple[ScheduledSequence, ...]:
@@ -286,11 +219,6 @@ class ContinuousScheduler:
             samples = context_len + count == len(sequence.token_ids)
             entries.append(ScheduledSequence(sequence, context_len, count, samples, draft))
         return tuple(entries)
-
-    def _num_useful_draft_tokens(self, sequence: Sequence) -> int:
-        """Drafts that could still be emitted, one token of the round being the target's own."""
-        room, most = self.max_model_len - len(sequence.token_ids), sequence.params.max_tokens
-        return min(room, room if most is None else most - len(sequence.output_token_ids)) - 1
 
     def check_integrity(self) -> None:
         """Every block held is held by the sequences here, as often as it is shared."""

@@ -134,8 +134,8 @@ class AdaptiveController(MeasuringController):
             self.acceptance.chances_of(self.request(sequence), of_draft) if of_draft else ()
             for sequence, of_draft in zip(sequences, evidence, strict=True)
         ]
-        proposal = self.costs.proposal_of_round(sum(map(bool, lengths)) if times.later else 0, len(lengths))
-        return self.selecting.select(chances, times, proposal + times.later_passes(lengths), self.costs.drafting_rounds)
+        proposal = self.costs.proposal_of_round(0, len(lengths)) + times.drafting(lengths)
+        return self.selecting.select(chances, times, proposal, self.costs.drafting_rounds)
 
     @override
     def observe_drafts(

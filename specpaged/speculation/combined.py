@@ -35,7 +35,7 @@ class CombinedController(MeasuringController):
 
     A lookup drafts by the known tokens alone: to choose by its evidence, and cut by it, changes no distribution, not
     that of rejection sampling either. `follows` says that the model runs what the target has run in any case, as heads
-    do: then its first pass is no part of what a sequence saves.
+    do: then that pass is no part of what a sequence saves.
     """
 
     def __init__(self, costs: CostModel, num_lookups: int, model: AdaptiveController | None, follows: bool = False):
@@ -144,7 +144,9 @@ class CombinedController(MeasuringController):
         if not num_drafting:
             return 0.0
         later = [times.later[sum([count > depth for count in counts])] for depth in range(1, max(counts))]
-        first = 0.0 if self.follows else times.first[num_drafting]
+        first = times.first[num_drafting]
+        if self.follows:
+            first = self.costs.first_share * times.later[num_drafting]
         return self.costs.proposal_of_round(0, len(counts)) + first + sum(later)
 
 

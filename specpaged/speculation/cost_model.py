@@ -7,6 +7,7 @@ import operator
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
+from specpaged.speculation.draft_passes import DraftPasses
 from specpaged.speculation.pass_errors import PassErrors
 from specpaged.speculation.pass_seconds import SHOWN, PassSeconds, PassShape, believed
 from specpaged.speculation.surprises import FEWEST, NUM_RECENT, Surprises
@@ -15,11 +16,14 @@ _WAIT = 10
 _NEWTON = 4  # steps, which double the digits that are right
 _FURTHER_ROUND = 0.25  # of what a step takes beside its passes, for each round behind the first one
 _LEAST_LEFT = 0.5  # of what a proposal takes beside its passes, at once
-_BESIDES = ("seconds_per_proposal", "seconds_per_step", "seconds_per_drafting", "seconds_per_sequence", "seconds_saved")
+_BESIDES = ("seconds_per_proposal", "seconds_per_step", "seconds_per_drafting", "seconds_per_sequence")
+_BESIDES += ("seconds_saved", "first_share")
+_PASSES = ("target", "draft", "following")
 
 
 class CostModel:
     """The target's passes, the drafter's if a model drafts, and what a step and a proposal take besides, in seconds.
+
 
     Beside the passes, a step of B sequences takes `rest(B)`. A proposal for n of them takes `proposal(n)`: whatever is
     added to a step that drafts, and is no pass. `seconds_saved` is what a target's pass of one row takes less where no
@@ -49,9 +53,14 @@ class CostModel:
         seconds_per_drafting: float = 0.0,  # sequence
         seconds_per_sequence: float = 0.0,  # and step
         seconds_saved: float = 0.0,
+        following: PassSeconds | None = None,
+        first_share: float = 1.0,
     ):
         self.target = target
         self.draft = draft
+        self.following = following  # of heads: see DraftPasses
+        self.first_share = first_share
+        self.drafting = DraftPasses(draft, following, first_share)
         self.seconds_per_proposal = seconds_per_proposal
         self.seconds_per_step = seconds_per_step
         self.seconds_per_drafting = seconds_per_drafting
@@ -75,6 +84,7 @@ class CostModel:
     def __str__(self) -> str:
         """A line, as the costs are known now."""
         draft = "" if self.draft is None else f", of the draft {self.draft} ms"
+        draft += "" if self.following is None else f", to follow the target {self.following} ms"
         return (
             f"passes of {' '.join(map(str, SHOWN))} rows {self.target} ms{draft}; "
             f"besides, {1e3 * self.proposal(1):.2g} to {1e3 * self.proposal(SHOWN[-1]):.2g} ms a proposal, "
@@ -136,8 +146,8 @@ class CostModel:
         self._observe_drafting_rest(rest_seconds, num_seqs, num_rounds)
         if not passes:
             return
-        draft, busy = self.draft, self._of_target.newest
-        of_passes = [0.0 if draft is None else draft.of(shape) for shape in passes]
+        busy = self._of_target.newest
+        of_passes = self.drafting.of(passes)
         besides = self._own_proposal(passes[0].num_seqs)
         expected = besides + sum(of_passes)
         if not (seconds > 0 and expected > 0):
@@ -154,15 +164,14 @@ class CostModel:
             factor = max(_LEAST_LEFT, 1.0 + (factor - 1.0) * expected / besides)
         self.seconds_per_proposal *= factor
         self.seconds_per_drafting *= factor
-        if draft is not None and not hears_drafting:
-            self._learn_passes(draft, passes, of_passes, expected, surprise, factor if shifted else 1.0)
+        if not hears_drafting:
+            self.drafting.learn(passes, of_passes, expected, surprise, factor if shifted else 1.0)
 
     def observe_drafting(self, passes: Sequence[PassShape], seconds: float) -> None:
         """Such passes of the draft model, within a call of several rounds, have taken so long."""
-        draft = self.draft
-        of_passes = [0.0 if draft is None else draft.of(shape) for shape in passes]
+        of_passes = self.drafting.of(passes)
         expected = sum(of_passes)
-        if draft is None or not (seconds > 0 and expected > 0):
+        if not (seconds > 0 and expected > 0):
             return
         self._num_unheard = 0
         surprise = math.log(seconds / expected) - self._of_target.newest
@@ -170,24 +179,7 @@ class CostModel:
         shift = self._of_drafting.take_shift()
         if shift != 1.0:  # which explains what proposals departed from
             self._of_proposals = Surprises()
-        self._learn_passes(draft, passes, of_passes, expected, surprise, shift)
-
-    @staticmethod
-    def _learn_passes(
-        draft: PassSeconds,
-        passes: Sequence[PassShape],
-        of_passes: Sequence[float],
-        expected: float,
-        surprise: float,
-        shift: float,
-    ) -> None:
-        """Where most of the last ones show a shift, all passes take as much longer; else these, slowly."""
-        if shift != 1.0:
-            draft.scale(shift)
-            return
-        for shape, of_pass in zip(passes, of_passes, strict=True):
-            if shape.num_rows > 0:
-                draft.learn(shape.num_rows, surprise, of_pass / expected)
+        self.drafting.learn(passes, of_passes, expected, surprise, shift)
 
     def observe_rest(self, seconds: float, num_seqs: int = 0, num_rounds: int = 1) -> None:
         """A step without drafts, of so many sequences and rounds, has taken so long beside its passes.
@@ -260,12 +252,12 @@ class CostModel:
 
     def as_dict(self) -> dict:
         """Plain data, as `of_dict` reads it."""
-        passes = {name: getattr(self, name) for name in ("target", "draft")}
+        passes = {name: getattr(self, name) for name in _PASSES}
         besides = {name: getattr(self, name) for name in _BESIDES}
         return {name: None if of_name is None else of_name.as_list() for name, of_name in passes.items()} | besides
 
     @classmethod
     def of_dict(cls, values: Mapping) -> CostModel:
         """The reverse of `as_dict`. ValueError, KeyError or TypeError if it is none."""
-        passes = [None if values[name] is None else PassSeconds(*values[name]) for name in ("target", "draft")]
-        return cls(*passes, **{name: float(values[name]) for name in _BESIDES})
+        passes = {name: None if values[name] is None else PassSeconds(*values[name]) for name in _PASSES}
+        return cls(**passes, **{name: float(values[name]) for name in _BESIDES})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,7 +10,6 @@ from specpaged.speculation.cost_model import CostModel
 _SEVERAL = 3  # rows of a sequence
 _USES = 32  # of a table of times, until it is made anew
 _NEAR_CONTEXT = 64  # tokens, by which contexts are alike
-_USUAL_LAG = 1.25  # tokens that the drafter has not run, of a sequence that drafts in every step, in the mean
 
 
 @dataclass(slots=True)
@@ -21,21 +19,22 @@ class StepTimes:
     context: float
     plain: float  # of a step that drafts nothing
     verify: list[float]  # [n]: with n drafts to verify, whatever drafting them took
-    first: list[float]  # [n]: of the draft's first pass for n sequences; nothing where no model drafts
-    later: list[float]  # [n]: of each further one
+    first: list[float]  # [n]: until n sequences have a draft each; nothing where no model drafts
+    later: list[float]  # [n]: for each further one
     doubt: float  # the standard deviation, in logarithms, of what steps with a few drafts take beside plain ones
     uses: int = 0
 
-    def later_passes(self, lengths: Sequence[int]) -> float:
-        """What the draft model's passes took that have made drafts of these lengths."""
-        if not self.later:
+    def drafting(self, lengths: Sequence[int]) -> float:
+        """What passes took that have made drafts of these lengths."""
+        if not (self.later and any(lengths)):
             return 0.0
-        return sum([self.later[sum([length > depth for length in lengths])] for depth in range(max(lengths))])
+        widths = [sum([length > depth for length in lengths]) for depth in range(max(lengths))]
+        return self.first[widths[0]] + sum([self.later[width] for width in widths[1:]])
 
     @classmethod
     def of(cls, costs: CostModel, batch_size: int, most_drafts: int, context: float) -> StepTimes:
         """By the costs as they are known now."""
-        target, draft = costs.target, costs.draft
+        target = costs.target
         rows = target.table(batch_size + most_drafts)
         per_row = context * target.per_row_and_kv_token
         of_sequences = target.of_sequences(batch_size, context)
@@ -44,16 +43,11 @@ class StepTimes:
         of_sequences += costs.rest(batch_size, costs.drafting_rounds) / costs.drafting_rounds
         verify = [rows[n] + n * per_row + of_sequences for n in range(batch_size, batch_size + most_drafts + 1)]
         doubt = costs.errors.doubt(batch_size, _SEVERAL * batch_size)
-        if draft is None:
+        if costs.draft is None:
             return cls(context, plain, verify, [], [], doubt)
-        # A sequence that has not drafted for long catches up once: what counts is what it will be from then on.
-        num_first = [math.ceil(n * _USUAL_LAG) for n in range(batch_size + 1)]
-        rows = draft.table(num_first[-1])
-        per_row = context * draft.per_row_and_kv_token
-        of_sequences = [draft.of_sequences(n, context) + n * per_row for n in range(batch_size + 1)]
+        first, later = costs.drafting.tables(batch_size, context)
         besides = costs.proposals_per_round * costs.seconds_per_drafting
-        first = [rows[num_first[n]] + of_sequences[n] + n * besides for n in range(batch_size + 1)]
-        later = [rows[n] + of_sequences[n] for n in range(batch_size + 1)]
+        first = [seconds + n * besides for n, seconds in enumerate(first)]
         return cls(context, plain, verify, first, later, doubt)
 
 

@@ -18,6 +18,7 @@ from specpaged.paging.block_allocator import IntegrityError
 from specpaged.paging.leased_page_table import LeasedPageTable
 from specpaged.paging.page_table import DRAFT, TARGET
 from specpaged.sampling.request import SamplingRequest
+from specpaged.vllm_plugin.drafted_blocks import DraftedBlocks
 from specpaged.vllm_plugin.params import translated
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class Sequences:
         vocab_size: int,
         seed: int,
         engine: int = 0,
+        drafts_follow: bool = False,
     ):
         self.num_blocks = num_blocks  # ids are 1 .. num_blocks
         self.block_size = block_size
@@ -56,9 +58,7 @@ class Sequences:
         self._gone: list[Sequence] = []  # in the last update
         self.new: list[Sequence] = []  # likewise
         self._most_scheduled = 0  # draft tokens of a sequence that its scheduler takes, as of that
-        # Blocks whose every token has the draft's KV, too. vLLM shares blocks by their tokens: all that it gives as
-        # computed have the target's, and the draft's where somebody has drafted.
-        self._have_draft_kv: set[int] = set()
+        self._drafted_blocks = DraftedBlocks(block_size, drafts_follow) if num_pools > DRAFT else None
         self._num_seeds_derived = 0
 
     def __len__(self) -> int:
@@ -74,8 +74,11 @@ class Sequences:
         """
         self._gone, self.new = [], []
         self._most_scheduled = scheduled.num_spec_tokens_to_schedule
+        if self._drafted_blocks is not None:
+            self._drafted_blocks.begin()
         for request_id in scheduled.finished_req_ids:
             self._forget(request_id)
+        restarted: set[str] = set()
         for new in scheduled.scheduled_new_reqs:
             token_ids = new.prefill_token_ids or new.prompt_token_ids
             known = self._sequences.get(new.req_id)
@@ -86,19 +89,26 @@ class Sequences:
                 self._sequences[new.req_id] = self._new(new, known)
                 self.new.append(self._sequences[new.req_id])
             self._restart(new.req_id, token_ids, new.block_ids[0], new.num_computed_tokens)
+            restarted.add(new.req_id)
         cached = scheduled.scheduled_cached_reqs
         for i, request_id in enumerate(cached.req_ids):
             new_blocks = cached.new_block_ids[i]
             if request_id in cached.resumed_req_ids:
                 token_ids = cached.all_token_ids.get(request_id, self._sequences[request_id].token_ids)
                 self._restart(request_id, token_ids, new_blocks[0], cached.num_computed_tokens[i])
+                restarted.add(request_id)
             elif new_blocks is not None:
                 self._sequences[request_id].page_table.lend(new_blocks[0])
-                self._have_draft_kv.difference_update(new_blocks[0])
+                if self._drafted_blocks is not None:
+                    self._drafted_blocks.hand_out(new_blocks[0])
         entries = []
         for request_id, num_scheduled in scheduled.num_scheduled_tokens.items():
+            sequence = self._sequences[request_id]
             given = scheduled.scheduled_spec_decode_tokens.get(request_id, ())
-            entries.append(self._entry(self._sequences[request_id], num_scheduled - len(given), given))
+            num_new_tokens = num_scheduled - len(given)
+            if restarted and self._drafted_blocks is not None:
+                self._drafted_blocks.run(sequence.page_table, num_new_tokens, request_id in restarted)
+            entries.append(self._entry(sequence, num_new_tokens, given))
         return entries, self._gone
 
     def _new(self, new: NewRequestData, earlier: Sequence | None) -> Sequence:
@@ -152,23 +162,15 @@ class Sequences:
         sequence = self._sequences[request_id]
         sequence.token_ids[:] = token_ids
         sequence.output_token_ids[:] = token_ids[sequence.num_prompt_tokens :]
-        num_computed = num_tokens // self.block_size
-        self._have_draft_kv.difference_update(blocks[num_computed:])
-        num_drafted = 0
-        while num_drafted < num_computed and blocks[num_drafted] in self._have_draft_kv:
-            num_drafted += 1
-        context_lens = [num_tokens, num_drafted * self.block_size]
-        sequence.page_table.restart(blocks, context_lens[: self.num_pools])
+        if self._drafted_blocks is not None:
+            self._drafted_blocks.hand_out(blocks[num_tokens // self.block_size :])
+        sequence.page_table.restart(blocks, [num_tokens, 0][: self.num_pools])
         self._drop(sequence)
 
     def note_draft_kv(self, sequences: SequenceOf[Sequence]) -> None:
-        """Remember the blocks of these sequences that the drafter has filled with committed tokens."""
-        for sequence in sequences if self.num_pools > DRAFT else ():
-            table = sequence.page_table
-            num_full = min(table.context_lens) // self.block_size
-            if num_full != table.num_published[DRAFT]:
-                self._have_draft_kv.update(table.blocks[table.num_published[DRAFT] : num_full])
-                table.num_published[DRAFT] = num_full
+        """The step of these sequences is over, in vLLM's order: whose blocks the drafter has filled is remembered."""
+        if self._drafted_blocks is not None:
+            self._drafted_blocks.note([sequence.page_table for sequence in sequences])
 
     def _forget(self, request_id: str) -> None:
         sequence = self._sequences.pop(request_id, None)
@@ -237,8 +239,8 @@ class Sequences:
             sequence.page_table.check_integrity()
             if max(sequence.page_table.context_lens) > sequence.num_tokens + self.max_draft_tokens:
                 raise IntegrityError(f"{sequence!r} has KV of more tokens than it has")
-        if not all(0 < block <= self.num_blocks for block in self._have_draft_kv):
-            raise IntegrityError(f"blocks {sorted(self._have_draft_kv)} have a draft's KV; there are {self.num_blocks}")
+        if self._drafted_blocks is not None:
+            self._drafted_blocks.check_integrity(self.num_blocks)
         strangers = (self.has_grammar | self.owes_prompt_logprobs) - set(self)
         if strangers:
             raise IntegrityError(f"{strangers} have ended, and are still remembered")

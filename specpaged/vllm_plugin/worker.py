@@ -192,17 +192,14 @@ class SpecPagedWorker(Refusals, WorkerBase):
         self.caches = [PagedKVCache(m.kv_spec, num_blocks, block_size, m.kv_dtype, m.device) for m in pair.models]
         target, drafter = self._runners(pair, self.caches)
         speculative = config.speculative_config
-        sequences = Sequences(
-            num_blocks=num_blocks,
-            block_size=block_size,
-            num_pools=len(self.caches),
-            max_model_len=config.max_model_len,
-            max_draft_tokens=speculative.max_draft_tokens if speculative else 0,
-            vocab_size=pair.vocab_size,
-            seed=config.seed,
-            engine=parallel.data_parallel_index,
-        )
         draft = drafter.runner if pair.draft is not None else None
+        # vLLM shares blocks by their tokens, and hidden states do not come again: all KV of heads has to be there.
+        follows = config.enable_prefix_caching and draft is not None and drafter.hidden_states is not None
+        sequences = Sequences(
+            num_blocks=num_blocks, block_size=block_size, num_pools=len(self.caches),
+            max_model_len=config.max_model_len, max_draft_tokens=speculative.max_draft_tokens if speculative else 0,
+            vocab_size=pair.vocab_size, seed=config.seed, engine=parallel.data_parallel_index, drafts_follow=follows,
+        )  # fmt: skip
         planner = get_planner(config, target, draft, drafter, self.shard is None, REST_SECONDS)
         speculative_step = SpeculativeStep(
             target,
@@ -213,8 +210,7 @@ class SpecPagedWorker(Refusals, WorkerBase):
             max_num_batched_tokens=config.max_num_batched_tokens,
             planner=planner,
             reserve_rounds=sequences.reserve_rounds,
-            # vLLM shares blocks by their tokens, and hidden states do not come again: all KV of heads has to be there.
-            follows_target=config.enable_prefix_caching and draft is not None and drafter.hidden_states is not None,
+            follows_target=follows,
             # Each rank runs the whole draft, and quick kernels may differ in a bit.
             agree=get_tp_group().broadcast_object if self.shard is not None else None,
         )

@@ -5,17 +5,11 @@ import copy
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.vllm_eagle3 import (
-    AS_IS,
-    Agreement,
-    Proposal,
-    _proposals,
-    accepted_and_rejected,
-    chosen,
-    is_as_wanted,
-    judge,
-    write_target,
-)
+from benchmarks.vllm_eagle3.agreement import Agreement, accepted_and_rejected, judge
+from benchmarks.vllm_eagle3.of_vllm import _proposals
+from benchmarks.vllm_eagle3.proposal import AS_IS, Proposal
+from benchmarks.vllm_eagle3.show import is_as_wanted
+from benchmarks.vllm_eagle3.variants import chosen, write_target
 from specpaged.testing.heads import write_eagle3
 from tests.drafting.heads_reference import eagle3_reference
 

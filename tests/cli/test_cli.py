@@ -27,6 +27,7 @@ FLAGS = [
     "--draft-model",
     "--method",
     "--drafter",
+    "--speculative-config",
     "--prompts",
     "--num-prompts",
     "--max-prompt-tokens",
@@ -243,6 +244,65 @@ def test_several_methods_draft_together(specpaged, prompts):
     assert result.exit_code == 0
     assert "; else method draft_model" in result.stdout
     assert result.stdout.splitlines()[-1] == "6/6 outputs identical"
+
+
+def test_what_no_flag_says_is_said_as_vllm_spells_it(specpaged, prompts, tokenizer_pair):
+    config = {"method": ["suffix", "draft_model"], "num_speculative_tokens": 3, "suffix_decoding_max_tree_depth": 17}
+    result = specpaged("verify", "--speculative-config", json.dumps(config), "--prompts", prompts, *SHORT)
+    assert result.exit_code == 0
+    assert "K = 3" in result.stdout
+    assert "17 tokens" in result.stdout
+    assert "; else method draft_model" in result.stdout
+    assert result.stdout.splitlines()[-1] == "6/6 outputs identical"
+    ranges = {"method": "ngram", "num_speculative_tokens_per_batch_size": [[1, 4, 2]]}
+    flags = ("--speculative-config", json.dumps(ranges), "--model", tokenizer_pair.target, "--prompts", prompts, *SHORT)
+    result = specpaged("verify", *flags, pair=None)
+    assert result.exit_code == 0
+    assert "K by batch size" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("config", "arguments", "message"),
+    [
+        ("{method: ngram}", [], "--speculative-config='{method: ngram}' is not JSON: Expecting property name"),
+        ('["ngram"]', [], '--speculative-config=\'["ngram"]\' is no object; allowed: {"method": '),
+        ('{"methods": "ngram"}', [], "speculative_config has no key 'methods'; allowed: model, method, "),
+        ('{"method": "eagle"}', [], "speculative_config['method']='eagle' is not known; allowed: 'draft_model', "),
+        ('{"method": [["ngram"]]}', [], "speculative_config['method'][0]=['ngram'] is not known; allowed: "),
+        ('{"method": 5}', [], "speculative_config['method']=5 is not known; allowed: 'draft_model', "),
+        (
+            '{"method": "ngram"}',
+            ["--method", "suffix"],
+            "--method='suffix' is said by --speculative-config, too, 'method'; allowed: one of both",
+        ),
+        (
+            '{"num_speculative_tokens": 2}',
+            ["--num-speculative-tokens", 2],
+            "--num-speculative-tokens=2 is said by --speculative-config, too, 'num_speculative_tokens'; allowed: one",
+        ),
+        (
+            '{"method": "ngram"}',
+            ["--draft-model", "d"],
+            "--draft-model='d' is for --method draft_model, eagle3, clover; --method ngram has none",
+        ),
+        ('{"method": "eagle3"}', [], "--method=eagle3 needs --draft-model, heads that were trained on the target"),
+        ('{"suffix_decoding_max_tree_depth": 9}', [], "speculative_config['suffix_decoding_max_tree_depth']=9 is for"),
+    ],
+)
+def test_a_speculative_config_that_does_not_fit_is_refused(specpaged, monkeypatch, config, arguments, message):
+    monkeypatch.setattr("specpaged.comparison.job.LLM", None)  # nothing is loaded
+    result = specpaged("generate", "--speculative-config", config, *arguments, pair=None)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"error: {message}")
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_verify_refuses_to_compare_what_is_drawn_anew(specpaged, prompts):
+    flags = ("--speculative-config", '{"verification": "rejection"}', "--prompts", prompts, *SHORT)
+    result = specpaged("verify", *flags, "--temperature", 0.5)
+    assert result.exit_code == 2
+    assert result.stderr.splitlines()[-1].startswith("error: --temperature=0.5 has no reference under verification=")
+    assert specpaged("generate", *flags, "--temperature", 0.5).exit_code == 0
 
 
 def test_verify_verifies_prompt_lookup(specpaged, prompts, tokenizer_pair):
@@ -481,11 +541,21 @@ def test_the_demo_runs_with_the_defaults_of_the_command_line():
     assert recipe.split() == ["verify", "--plain-batch"]
 
 
-def test_tune_says_what_drafting_is_worth_and_ends_in_the_line_for_vllm(specpaged, prompts, tmp_path, monkeypatch):
+@pytest.fixture
+def quick_tune(monkeypatch):
     monkeypatch.setattr("specpaged.comparison.pair_profile.PROBE_SECONDS", 0.2)
     monkeypatch.setattr("specpaged.comparison.pair_profile.ROUND_SECONDS", 0.2)
-    arguments = ("--prompts", prompts, "--max-num-seqs", 4, "--out", tmp_path, "--json", *SHORT)
-    result = specpaged("tune", *arguments)
+
+
+@pytest.mark.parametrize("method", ["draft_model", "suffix,draft_model", "ngram,suffix"])
+def test_tune_says_what_drafting_is_worth_and_ends_in_the_line_for_vllm(
+    specpaged, prompts, tmp_path, quick_tune, tokenizer_pair, method
+):
+    arguments = ("--prompts", prompts, "--max-num-seqs", 4, "--out", tmp_path, "--json", *SHORT, "--method", method)
+    if "draft_model" in method:
+        result = specpaged("tune", *arguments)
+    else:
+        result = specpaged("tune", "--model", tokenizer_pair.target, *arguments, pair=None)
     assert result.exit_code == 0, result.stderr
     figures = json.loads(result.stdout.splitlines()[-1])
     assert list(figures["speedup"]) == ["1", "2", "4"]
@@ -493,10 +563,21 @@ def test_tune_says_what_drafting_is_worth_and_ends_in_the_line_for_vllm(specpage
         assert all(speeds[0] == 1.0 and len(speeds) == 9 for speeds in rounds["speedup"].values())
     assert figures["acceptance_by_category"] == {"toy": figures["acceptance_by_position"]}
     assert json.loads((tmp_path / "tune.json").read_text()).items() <= figures.items()
-    if figures["speculative_config"] is None:
+    if not any(figures["single_rounds"]["best"].values()):
         assert "leave --speculative-config out" in result.stdout
+    elif method == "ngram,suffix":
+        assert "vLLM has no words for method=['ngram', 'suffix'] without a model" in result.stdout
     else:
         assert f"--speculative-config '{json.dumps(figures['speculative_config'])}'" in result.stdout
+        assert ("--additional-config" in result.stdout) == ("," in method)
+
+
+@pytest.mark.parametrize("key", ["num_speculative_tokens", "max_num_speculative_tokens"])
+def test_tune_measures_each_k_and_takes_none(specpaged, prompts, monkeypatch, key):
+    monkeypatch.setattr("specpaged.comparison.job.LLM", None)  # nothing is loaded
+    result = specpaged("tune", "--prompts", prompts, "--speculative-config", json.dumps({key: 3}))
+    said = f"error: --speculative-config {key}=3 is what is measured; allowed: without it\n"
+    assert (result.exit_code, result.stderr) == (2, said)
 
 
 def test_there_is_nothing_to_tune_without_a_draft(tokenizer_pair, prompts):

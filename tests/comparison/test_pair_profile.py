@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from specpaged.comparison.job import Job
-from specpaged.comparison.pair_profile import PairProfile, ProfilingController, RoundTimes, _tokens_per_round
+from specpaged.comparison.pair_profile import PairProfile, RoundTimes, _decode, _tokens_per_round
+from specpaged.comparison.profiling_planner import ProfilingController
 from specpaged.speculation.controller import Candidate
 from specpaged.speculation.cost_model import CostModel
 from specpaged.speculation.pass_seconds import PassSeconds
@@ -42,12 +43,8 @@ def test_vllm_is_asked_for_what_pays_in_single_rounds():
     several, single, none = rounds(0.1, [0.6] * 8), rounds(0.1, [0.6] * 8, own=3.0), rounds(1.0, [0.6] * 8, own=9.0)
     pair = PairProfile(COSTS, [0.6] * 8, {}, 1.0, several, single)
     assert 0 < single.best(1) < several.best(1)
-    config = pair.vllm_config("draft_model", "a/draft")
-    assert config == {"method": "draft_model", "model": "a/draft", "num_speculative_tokens": single.best(1)}
-    assert "model" not in pair.vllm_config("ngram", None)
-    custom = pair.vllm_config("custom", "a.module:Drafter")
-    assert custom == config | {"method": "custom_class", "model": "a.module:Drafter"}
-    assert PairProfile(COSTS, [0.6] * 8, {}, 1.0, several, none).vllm_config("draft_model", "a/draft") is None
+    assert pair.most_in_vllm == single.best(1)
+    assert PairProfile(COSTS, [0.6] * 8, {}, 1.0, several, none).most_in_vllm == 0
     assert pair.as_dict()["pays_up_to"] == several.pays_up_to
     assert pair.as_dict()["single_rounds"]["best"]["1"] == single.best(1)
 
@@ -74,8 +71,25 @@ def test_outcomes_are_counted_by_place_and_request():
     controller = ProfilingController(COSTS)
     assert controller.plan([Candidate("a", 3), Candidate("b", 9)]).num_draft_tokens == [3, 8]
     assert controller.select("ab", [[1.0] * 3, []]) == [3, 0]
-    assert (controller.num_asked, controller.num_drafted) == (2, 1)
     controller.observe_drafts("a", 2, 1)
     controller.observe_drafts("a", 1, 0)
     assert controller.num_trials["a"][:4] == [2, 1, 1, 0]
     assert controller.num_accepted["a"][:4] == [2, 1, 0, 0]
+
+
+@pytest.mark.parametrize("method", ["draft_model", "ngram,draft_model", "ngram,suffix"])
+def test_every_draft_that_is_verified_is_counted_whoever_has_made_it(tokenizer_pair, method):
+    with_model = "draft_model" in method
+    job = Job.prepare(
+        model=tokenizer_pair.target, draft_model=tokenizer_pair.draft if with_model else None, method=method,
+        prompts=None, num_prompts=4, num_speculative_tokens=None, temperature=0.0, seed=None, threads=1, output=None,
+        max_prompt_tokens=40, max_tokens=60, max_num_seqs=2,
+    )  # fmt: skip
+    step = job.llm.engine.speculative_step
+    controller, metrics = ProfilingController(COSTS, step.drafter), step.metrics
+    before = metrics.drafts, metrics.accepted_tokens
+    _decode(job, controller)
+    assert controller.num_drafted >= metrics.drafts - before[0] > 0
+    num_accepted = sum(map(sum, controller.num_accepted.values()))
+    assert num_accepted >= metrics.accepted_tokens - before[1] > 0
+    assert controller.num_asked >= controller.num_drafted

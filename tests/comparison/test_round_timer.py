@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from specpaged import LLM, SamplingParams
 from specpaged.comparison.round_timer import DEPTHS, RoundTimer, _typical
+from tests.heads_world import heads_llm
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 ENDLESS = SamplingParams(temperature=0, max_tokens=None)
@@ -92,6 +95,26 @@ def test_plain_rounds_are_timed_without_a_drafter(toy_pair):
     known = KnownTimes(llm.engine, seconds_of)
     RoundTimer(llm.engine, PROMPTS, GREEDY, known.clock).round_seconds(2, 4, 0.0)
     assert sum(not drafts for _, depth, drafts, *_ in known.calls if not depth) >= 6
+
+
+@pytest.mark.parametrize("method", ["eagle3", "clover"])
+def test_heads_draft_in_every_round_that_is_timed_with_drafts(target, heads, method):
+    """Though what the target runs in plain rounds they have not read."""
+    speculative = {"num_speculative_tokens": "auto"}
+    engine = heads_llm(target, method, heads[method], max_model_len=256, speculative=speculative).engine
+    honest, calls = engine.step, []
+
+    def step():
+        depths, before = {s.max_draft_tokens for s in engine.scheduler.running}, engine.metrics.proposed_tokens
+        outputs = honest()
+        calls.append((depths, engine.metrics.proposed_tokens - before))
+        return outputs
+
+    engine.step = step
+    RoundTimer(engine, PROMPTS, ENDLESS).round_seconds(2, 4, 0.0)
+    timed = [(*depths, count) for (last, _), (depths, count) in pairwise(calls) if last == depths]
+    assert {depth for depth, _ in timed} == set(DEPTHS)
+    assert all((count > 0) == (depth > 0) for depth, count in timed)
 
 
 def test_the_engine_is_left_as_it_was(toy_pair):

@@ -10,6 +10,7 @@ from specpaged.engine import cost_probe
 from specpaged.engine.cost_probe import guessed_costs, measured_costs, probe
 from specpaged.speculation.pass_seconds import PassShape
 from tests.engine.test_engine import make_llm
+from tests.heads_world import heads_llm
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +40,15 @@ def test_without_time_two_row_counts_are_measured(pair):
     costs = probe(*pair, 600, budget=0.0)
     is_sound(costs)
     assert costs.target.num_rows == [1, 8]
+
+
+@pytest.mark.parametrize("method", ["eagle3", "clover"])
+def test_what_heads_take_to_follow_is_measured_apart(target, heads, method):
+    engine = heads_llm(target, method, heads[method]).engine
+    for costs in (probe(engine.target, engine.draft, 40, budget=0.5), guessed_costs(engine.target, engine.draft)):
+        is_sound(costs)
+        assert 0 < costs.following.seconds[0] <= costs.following.seconds[-1]
+        assert 0 <= costs.first_share <= 1
 
 
 def test_prompt_lookup_has_no_passes(pair):

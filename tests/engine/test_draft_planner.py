@@ -188,7 +188,7 @@ def test_of_a_trial_in_one_call_all_rounds_are_heard_but_the_first():
         num_emitted=[2, 2, 3, 2],
         drafts=False,
         draft_seconds=0.0,
-        last_drafting=(0, 0.0),
+        last_drafting=(0, 0, 0.0),
     )
     planner.clock.ran(entries, rounds)
     assert listener.heard == [((2, 2, 16.0), 2.0), ((3, 2, 17.0), 3.0), ((2, 2, 18.5), 4.0)]
@@ -256,8 +256,11 @@ def test_of_rounds_that_draft_those_with_a_proposal_of_their_own_are_counted():
     [([3], 3, [1, 1, 1]), ([3], 2, [1, 1]), ([2, 0, 4], 6, [2, 2, 1, 1]), ([2, 0, 4], 4, [2, 2]), ([4, 4], 7, [2] * 4)],
     ids=["", "stopped", "some", "some, stopped", "less room than wanted"],
 )
-def test_of_drafts_made_in_a_call_the_passes_are_heard(wanted, num_made, widths):
+@pytest.mark.parametrize("follows", [False, True])
+def test_of_drafts_made_in_a_call_the_passes_are_heard(wanted, num_made, widths, follows):
+    """Heads run the seven tokens of the round before in a pass of its own."""
     planner, listener = trials()
+    planner.clock.follows = follows
     listener.observe_drafting = lambda passes, seconds: listener.heard.append((passes, seconds))
     planner.begin()
     rounds = SimpleNamespace(
@@ -267,11 +270,24 @@ def test_of_drafts_made_in_a_call_the_passes_are_heard(wanted, num_made, widths)
         num_emitted=[2],
         drafts=True,
         draft_seconds=0.5,
-        last_drafting=(num_made, 0.5),
+        last_drafting=(num_made, 7, 0.5),
         num_wanted=wanted,
     )
     planner.clock.ran([SimpleNamespace(context_len=10)] * len(wanted), rounds)
-    assert listener.heard[1:] == [([(width, width, 10.0) for width in widths], 0.5)]
+    first = [(7, len(wanted), 10.0)] if follows else []
+    assert listener.heard[1:] == [(first + [(width, width, 10.0) for width in widths], 0.5)]
+
+
+def test_a_proposal_of_heads_is_told_as_one_pass_more():
+    """Two sequences, of which the target has run 3 tokens and 1; the newest one of each has no hidden state yet."""
+    heard = []
+    for follows, token_ids in ((False, ([1, 2, 3], [1])), (True, ([0, 1, 2, 3], [0, 1]))):
+        planner, _ = trials()
+        planner.clock.follows = follows
+        rows = [SimpleNamespace(token_ids=ids, num_draft_tokens=2, request_idx=i) for i, ids in enumerate(token_ids)]
+        planner.clock.proposed(rows, [Draft([5, 6]), Draft([7])])
+        heard.append(planner.clock._passes)
+    assert heard == [[(4, 2, 0.0), (1, 1, 0.0)], [(4, 2, 0.0), (2, 2, 0.0), (1, 1, 0.0)]]
 
 
 def trials():

@@ -13,9 +13,10 @@ from specpaged import LLM, SamplingParams
 from specpaged.drafting.draft import Draft
 from specpaged.drafting.draft_model import DraftModelDrafter
 from specpaged.drafting.ngram import NgramDrafter
+from specpaged.drafting.suffix import SuffixDrafter
 from specpaged.engine.draft_planner import evidence_of
 from specpaged.engine.rounds import _tell_outcomes
-from specpaged.modeling.rounds import DecodingRow, Round
+from specpaged.modeling.rounds import DecodingRow, Round, Together
 from specpaged.paging.page_table import DRAFT, TARGET
 from specpaged.speculation.lookup_choice import LookupChoice
 from specpaged.speculation.stop_rule import StopRule
@@ -274,7 +275,9 @@ def test_a_lookup_in_rounds_finds_what_the_drafter_does(toy_pair, row_tokens):
 @pytest.mark.parametrize("factor", [0.5, 2.0], ids=["short suffixes", "long suffixes"])
 @pytest.mark.parametrize("model", [False, True], ids=["no model", "draft model"])
 def test_a_lookups_draft_is_taken_where_the_choice_says_so_in_python(toy_pair, rules, factor, model):
-    """Of two sequences and two lookups; where it is not, the model drafts as it does without any."""
+    """Of two sequences and two lookups; where it is not, the model drafts as it does without any. What is found and not
+    taken is told, as far as tokens have come that say what would have become of it.
+    """
     engine = LLM(toy_pair.target, speculative_config={"model": toy_pair.draft}, max_model_len=96, max_num_seqs=3).engine
     draft = engine.draft if model else None
     prompts = [5, 6, 7, 8] * 3, [9, 3, 4, 9]
@@ -292,8 +295,9 @@ def test_a_lookups_draft_is_taken_where_the_choice_says_so_in_python(toy_pair, r
         blocks, addresses = list(range(6 * i, 6 * i + 6)), [index.address for index in indexes]
         rows.append(DecodingRow(ids, 0, 0, [], 3 * model, 40, (), blocks, 0, choice, addresses))
     clear(engine.target, engine.draft)
-    known, drafters = [list(ids) for ids in prompts], set()
-    for i, of_round in enumerate(engine.target.rounds(rows, 90, 9, draft=draft).rounds):
+    known, drafters, num_told = [list(ids) for ids in prompts], set(), 0
+    for i, of_round in enumerate(engine.target.rounds(rows, 90, 9, draft=draft, tells_found=True).rounds):
+        assert i or of_round.found == [[], []]
         for j, choice in enumerate(choices if i else ()):
             num_left = 40 - (len(known[j]) - len(prompts[j]))
             count = min(4, num_left - 1)
@@ -304,6 +308,11 @@ def test_a_lookups_draft_is_taken_where_the_choice_says_so_in_python(toy_pair, r
             taken, num_taken = choice.choose([evidence_of(draft) for draft in drafts])
             assert of_round.drafters[j] == (1 + taken if num_taken else 0)
             drafters.add(of_round.drafters[j])
+            found = [(1, token_ids, [num_matched] * len(token_ids)), (2, drafts[1].token_ids, drafts[1].logprobs)]
+            num_known = len(of_round.token_ids[j])
+            expected = [(k, ids[:num_known], evidence[:num_known]) for k, ids, evidence in found if ids]
+            assert of_round.found[j] == [told for told in expected if told[0] != of_round.drafters[j]]
+            num_told += len(of_round.found[j])
             if num_taken:
                 draft = drafts[taken]
                 assert of_round.drafts[j] == draft.token_ids[:num_taken]
@@ -313,6 +322,7 @@ def test_a_lookups_draft_is_taken_where_the_choice_says_so_in_python(toy_pair, r
             else:
                 assert len(of_round.drafts[j]) == min(3 * model, num_left - 1)
         known = [[*ids, *new] for ids, new in zip(known, of_round.token_ids, strict=True)]
+    assert num_told or factor < 1
     assert 0 in drafters
     assert drafters >= {1 if factor < 1 else 2}
     assert [index.num_tokens for indexes in kept for index in indexes] == [len(ids) for ids in known for _ in range(2)]
@@ -381,3 +391,25 @@ def test_of_drafts_that_a_rule_left_out_the_first_one_is_told():
     entries = [SimpleNamespace(sequence="a"), SimpleNamespace(sequence="b")]
     _tell_outcomes(step, SimpleNamespace(entries=entries, rounds=SimpleNamespace(rounds=rounds)))
     assert told == [("a", Draft([4, 5], [-0.1, -0.2]), [4, 6]), ("a", Draft([8], [-0.3]), [8])]
+
+
+def test_what_lookups_have_found_is_told_whether_or_not_it_was_taken():
+    told = []
+    ngram, suffix = NgramDrafter(1, 3).in_rounds, SuffixDrafter(24, 9, 1.0, 0.1).in_rounds
+    step = SimpleNamespace(
+        drafter=SimpleNamespace(in_rounds=Together(None, [ngram, suffix])),
+        planner=SimpleNamespace(told=lambda sequence, draft, token_ids: told.append((sequence, draft, token_ids))),
+    )
+    rounds = [
+        Round([[1], []], [[], []], [[0.0], []], [[1, 2], [3]], 0, (0, 0), [[], []]),
+        Round([[4], []], [[5], []], [[-0.1, -0.2], []], [[4, 6], [7]], 3, (2, 0), [[(1, [4, 9], [3.0] * 2)], []]),
+        Round([[8], []], [[], []], [[-0.3], []], [[8], [9]], 3, (0, 0), [[(2, [1], [-0.5])], [(1, [2], [4.0])]]),
+    ]
+    entries = [SimpleNamespace(sequence="a"), SimpleNamespace(sequence="b")]
+    _tell_outcomes(step, SimpleNamespace(entries=entries, rounds=SimpleNamespace(rounds=rounds)))
+    taken, besides = Draft([4, 5], [-0.1, -0.2], drafter=2), Draft([4, 9], num_matched=3, drafter=1)
+    assert told == [
+        ("a", Draft(found=[taken, besides]), [4, 6]),
+        ("a", Draft([8], [-0.3], found=[Draft([1], [-0.5], drafter=2)]), [8]),
+        ("b", Draft(found=[Draft([2], num_matched=4, drafter=1)]), [9]),
+    ]

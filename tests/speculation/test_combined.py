@@ -21,6 +21,8 @@ def controller(draft_ms: float | None = 1.0, num_lookups: int = 2, follows: bool
     target = PassSeconds([1, 101], [0.010, 0.110])
     draft = None if draft_ms is None else PassSeconds([1, 101], [draft_ms / 1e3, draft_ms / 1e3])
     costs = CostModel(target, draft)
+    if follows:
+        costs = CostModel(target, draft, following=PassSeconds([1, 101], [1e-4, 1e-4]), first_share=0.5)
     model = None if draft is None else AdaptiveController(costs, looks_back=not follows)
     return CombinedController(costs, num_lookups, model, follows)
 
@@ -58,7 +60,7 @@ def test_where_nothing_is_decided_evidence_is_taken_at_its_word():
 def test_the_dearer_the_models_passes_the_less_a_lookup_has_to_promise():
     cheap, dear = (choices(controller(draft_ms))[0] for draft_ms in (0.1, 1.0))
     assert cheap.least > dear.least > 0.0
-    follows = choices(controller(1.0, follows=True))[0]  # whose first pass comes in any case
+    follows = choices(controller(1.0, follows=True))[0]  # whose layers have run by the first draft
     assert follows.least > dear.least
     weak = [logit(0.55)] * 4
     assert cheap.choose([weak, ()])[1] == 0

@@ -300,3 +300,44 @@ def test_who_no_longer_drafts_within_calls_learns_from_proposals_again():
     for seconds in [3e-4] * 40 + [6e-4] * 60:
         model.observe_proposal(passes, seconds, 1)
     assert model.draft.of_rows(1) == pytest.approx(2e-4, rel=0.1)
+
+
+def heads(following=0.2, first_share=0.5, draft=0.1):
+    """Of heads whose pass over what the target has run takes `following` of the target's, and less for fewer rows."""
+    passes = [PassSeconds(NODES, known(scale)) for scale in (1.0, draft, following)]
+    return CostModel(passes[0], passes[1], following=passes[2], first_share=first_share)
+
+
+def test_heads_follow_before_they_draft():
+    """Worked example: 3 rows of 2 sequences are followed, then come drafts of both, and one more of the first."""
+    costs = heads()
+    passes = [PassShape(3, 2), PassShape(2, 2), PassShape(1, 1)]
+    assert costs.drafting.of(passes) == pytest.approx([0.2, 0.05, 0.1])
+    assert costs.drafting.of(passes[:1]) == pytest.approx([0.2])  # who follows alone
+    costs.drafting.rows_of_first = 16.0
+    times = StepTimes.of(costs, 2, 4, 0.0)
+    assert times.first[1:] == pytest.approx([0.2 * (0.4 + 0.06 * 16) + 0.05, 0.2 * (0.4 + 0.06 * 32) + 0.05])
+    assert times.later[1:] == pytest.approx([0.1, 0.1])
+    assert times.drafting([3, 1]) == pytest.approx(times.first[2] + 2 * 0.1)
+
+
+def test_what_heads_take_is_recovered_from_noisy_proposals():
+    """Following was probed as half of what it takes, drafting as twice; proposals of several depths tell them apart."""
+    rng = random.Random(2)
+    costs, truth = heads(0.1, 1.0, 0.2), heads(0.2, 1.0, 0.1)
+    for _ in range(8_000):
+        num_rows, depth = rng.choice([1, 3, 6, 12]), rng.choice([0, 1, 2, 5])
+        passes = [PassShape(num_rows, 2)] + [PassShape(2, 2)] * depth
+        noise = (3.0 if rng.random() < 0.1 else 1.0) * math.exp(rng.gauss(0, 0.05))
+        costs.observe_drafting(passes, noise * sum(truth.drafting.of(passes)))
+    for of, expected in ((costs.following, truth.following), (costs.draft, truth.draft)):
+        for n in (1, 2, 6, 12) if of is costs.following else (2,):
+            assert of.of_rows(n) == pytest.approx(expected.of_rows(n), rel=0.08)
+    assert costs.drafting.rows_of_first == pytest.approx(2.75, rel=0.5)  # 1, 3, 6 or 12 rows of two sequences
+
+
+def test_costs_of_heads_are_kept():
+    costs = heads()
+    again = CostModel.of_dict(json.loads(json.dumps(costs.as_dict())))
+    assert again.as_dict() == costs.as_dict()
+    assert "to follow the target" in str(again)

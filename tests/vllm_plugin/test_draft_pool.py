@@ -6,9 +6,55 @@ import pytest
 
 vllm = pytest.importorskip("vllm", reason="vLLM is not installed: make install-vllm")
 
+from transformers import AutoConfig  # noqa: E402
+
+from specpaged.config import EMBEDDED_TARGET  # noqa: E402
+from specpaged.testing.heads import write_clover, write_eagle3  # noqa: E402
 from tests.vllm_plugin.serving import PROMPTS, core, model_runner, token_ids  # noqa: E402
 
 PREFIX = PROMPTS[0] * 3
+GREEDY = vllm.SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def make_with_heads(make_vllm, tmp_path_factory):
+    """Engines that draft 3 tokens by heads with random weights, of a method."""
+    config, paths = AutoConfig.from_pretrained(EMBEDDED_TARGET), {}
+
+    def make(method, **arguments):
+        if method not in paths:
+            write = write_eagle3 if method == "eagle3" else write_clover
+            paths[method] = str(write(tmp_path_factory.mktemp(method), config))
+        speculative = {"method": method, "model": paths[method]}
+        if method == "clover":
+            speculative = {"method": "custom_class", "model": f"clover:{paths[method]}"}
+        fixed = {"specpaged": {"adaptive": False, "draft_numerics": "exact"}}
+        speculative["num_speculative_tokens"] = 3
+        return make_vllm(speculative_config=speculative, additional_config=fixed, max_num_seqs=4, **arguments)
+
+    return make
+
+
+def proposals(llm, prompts):
+    """The outputs, and what was drafted behind which tokens."""
+    runner, found = model_runner(llm), {}
+    take_drafts = runner.take_drafts
+
+    def noting():
+        found.update({tuple(s.token_ids): tuple(s.draft.token_ids) for s in runner.sequences if s.draft})
+        return take_drafts()
+
+    runner.take_drafts = noting
+    try:
+        return llm.generate(prompts, GREEDY, use_tqdm=False), found
+    finally:
+        runner.take_drafts = take_drafts
+
+
+def drafting_prompts(outputs, found):
+    """Of these outputs' prompts, those behind which something was drafted."""
+    prompts = [tuple(output.prompt_token_ids) for output in outputs]
+    return {prompt for prompt in prompts if any(ids[: len(prompt)] == prompt for ids in found)}
 
 
 def count_passes(llm, generate):
@@ -57,6 +103,87 @@ def test_requests_that_share_a_prefix_in_one_step_find_it_in_both_pools(make_vll
     expected, of_cold = count_passes(cold, lambda: cold.generate([PREFIX, PREFIX + "!"], greedy, use_tqdm=False))
     assert token_ids(outputs) == token_ids(expected)
     assert passes == of_cold
+
+
+@pytest.mark.parametrize("num_batched_tokens", [512, 64])
+def test_of_those_that_share_a_prefix_in_one_step_all_draft_with_heads_as_if_each_had_run_it(
+    make_with_heads, num_batched_tokens
+):
+    """What the others have not run, and have no hidden states of, the heads have run for the first one."""
+    prompts = [PREFIX, PREFIX + "!", PREFIX + "?", PREFIX]
+    chunks = {"max_num_batched_tokens": num_batched_tokens}
+    llm = make_with_heads("eagle3", enable_prefix_caching=True, **chunks)
+    core(llm).scheduler.reset_prefix_cache()
+    outputs, found = proposals(llm, prompts)
+    assert all(output.num_cached_tokens > 0 for output in outputs[1:])
+    expected, of_cold = proposals(make_with_heads("eagle3", **chunks), prompts)
+    assert token_ids(outputs) == token_ids(expected)
+    assert found == of_cold
+    assert len(found) >= 3 * 20
+
+
+def test_clovers_heads_draft_for_each_of_them_too(make_with_heads):
+    llm = make_with_heads("clover", enable_prefix_caching=True)
+    core(llm).scheduler.reset_prefix_cache()
+    prompts = [PREFIX, PREFIX + "!", PREFIX + "?"]
+    outputs, found = proposals(llm, prompts)
+    assert all(output.num_cached_tokens > 0 for output in outputs[1:])
+    assert len(drafting_prompts(outputs[1:], found)) == 2
+    assert token_ids(outputs) == token_ids(make_with_heads("clover").generate(prompts, GREEDY, use_tqdm=False))
+
+
+def test_where_heads_fail_on_a_prefix_nobody_who_shares_it_drafts_and_outputs_stay(make_with_heads, monkeypatch):
+    llm = make_with_heads("eagle3", enable_prefix_caching=True, max_num_batched_tokens=512)
+    core(llm).scheduler.reset_prefix_cache()
+    step = model_runner(llm).speculative_step
+    num_failed = step.metrics.failed_proposals
+    with monkeypatch.context() as failing:
+        failing.setattr(step.drafter, "propose", None)
+        failed = llm.generate([PREFIX, PREFIX + "!"], vllm.SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
+    assert failed[1].num_cached_tokens > 0
+    assert step.metrics.failed_proposals > num_failed
+    prompts = [PREFIX, PREFIX + "!", PROMPTS[3]]
+    outputs, found = proposals(llm, prompts)
+    assert outputs[0].num_cached_tokens > 0
+    assert drafting_prompts(outputs, found) == {tuple(outputs[2].prompt_token_ids)}
+    cold = make_with_heads("eagle3", max_num_batched_tokens=512)
+    assert token_ids(outputs) == token_ids(cold.generate(prompts, GREEDY, use_tqdm=False))
+
+
+def test_who_goes_on_behind_one_that_was_given_up_drafts_no_more_and_others_draft_as_ever(make_with_heads):
+    """Its output has no KV of the heads, in blocks that vLLM shares: nothing is read there, or counted."""
+    llm = make_with_heads("eagle3", enable_prefix_caching=True, max_num_batched_tokens=512)
+    core(llm).scheduler.reset_prefix_cache()
+    runner, cold = model_runner(llm), make_with_heads("eagle3", max_num_batched_tokens=512)
+    for layer in runner.speculative_step.drafter.runner.kv_cache.layers:
+        layer[:] = float("nan")
+    execute = runner.execute
+
+    def giving_up(scheduled):
+        for sequence in runner.sequences:
+            if len(sequence.output_token_ids) > 3:
+                sequence.max_draft_tokens = 0  # as engine/followers.py does
+        return execute(scheduled)
+
+    runner.execute = giving_up
+    params = vllm.SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
+    [given_up] = llm.generate([PREFIX], params, use_tqdm=False)
+    runner.execute = execute
+    prompt, metrics = given_up.prompt_token_ids, runner.metrics
+    counts = [metrics.drafts, metrics.draft_tokens, metrics.accepted_tokens, metrics.proposed_tokens]
+    behind = [{"prompt_token_ids": [*prompt, *given_up.outputs[0].token_ids]}]
+    outputs, found = proposals(llm, behind)
+    assert outputs[0].num_cached_tokens > len(prompt) + 16
+    assert not found
+    assert counts == [metrics.drafts, metrics.draft_tokens, metrics.accepted_tokens, metrics.proposed_tokens]
+    assert token_ids(outputs) == token_ids(cold.generate(behind, GREEDY, use_tqdm=False))
+    beside = [{"prompt_token_ids": [*prompt, 5, 6, 7]}]
+    outputs, found = proposals(llm, beside)
+    assert outputs[0].num_cached_tokens > 0
+    expected, of_cold = proposals(cold, beside)
+    assert token_ids(outputs) == token_ids(expected)
+    assert found == of_cold
+    assert len(found) > 15
 
 
 def test_slots_that_nobody_owns_are_never_read(make_vllm):

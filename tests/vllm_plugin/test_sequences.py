@@ -219,6 +219,76 @@ def test_the_draft_has_its_kv_where_somebody_has_drafted_and_not_where_a_block_h
     assert found("B", [1, 2, 3, 5]) == 0
 
 
+def sharing(**arguments):
+    """A fills blocks 1 to 3 and B block 5, behind A's first two; C is given these three: all in one step."""
+    sequences = make_sequences(num_blocks=12, **arguments)
+    requests = [
+        new("A", range(49), [1, 2, 3, 4]),
+        new("B", [*range(40), *[7] * 10], [1, 2, 5, 6], num_computed_tokens=32),
+        new("C", [*range(40), *[7] * 12], [1, 2, 5, 7], num_computed_tokens=48),
+    ]
+    entries, _ = step(sequences, requests, counts={"A": 49, "B": 18, "C": 4})
+    return sequences, entries
+
+
+def drafted_lens(entries):
+    return [entry.sequence.page_table.context_lens[DRAFT] for entry in entries]
+
+
+def test_who_is_given_what_others_fill_in_the_same_step_has_the_kv_of_a_drafter_that_follows():
+    sequences, entries = sharing()
+    assert drafted_lens(entries) == [0, 0, 0]  # a draft model runs it all
+    sequences, entries = sharing(drafts_follow=True)
+    assert drafted_lens(entries) == [0, 32, 48]
+    for entry in entries:
+        run(entry, [])
+        entry.sequence.page_table.advance(DRAFT, entry.num_new_tokens)
+    sequences.note_draft_kv([entry.sequence for entry in entries])
+    assert drafted_lens(entries) == [49, 50, 52]
+    entries, _ = step(sequences, [new("D", [*range(40), *[7] * 9], [1, 2, 5, 8], 48)], counts={"D": 1})
+    assert drafted_lens(entries) == [48]
+
+
+@pytest.mark.parametrize(("lacking", "expected"), [("A", [0, 0, 0]), ("B", [49, 32, 32])])
+def test_what_did_not_come_behind_the_step_is_nobodys(lacking, expected):
+    """Where the drafter has failed, who was to be given its KV has none behind that, as the drafter has found none."""
+    sequences, entries = sharing(drafts_follow=True)
+    for entry in entries:
+        run(entry, [])
+        if lacking not in ("A", entry.sequence.request_id):
+            entry.sequence.page_table.advance(DRAFT, entry.num_new_tokens)
+    sequences.note_draft_kv([entry.sequence for entry in entries])
+    assert drafted_lens(entries) == expected
+    entries, _ = step(sequences, [new("D", [*range(40), *[7] * 9], [1, 2, 5, 8], 48)], counts={"D": 1})
+    assert drafted_lens(entries) == [expected[1] if lacking == "B" else 0]
+
+
+def test_what_a_following_drafter_lacks_it_gives_to_nobody():
+    """A has a block 9 of its own, in which nobody has drafted, where X and B have block 1: it fills nothing for B."""
+    sequences = make_sequences(num_blocks=12, drafts_follow=True)
+    (entry,), _ = step(sequences, [new("X", range(17), [1, 6])], counts={"X": 17})
+    run(entry, [])
+    entry.sequence.page_table.advance(DRAFT, 17)
+    sequences.note_draft_kv([entry.sequence])
+    requests = [new("A", range(49), [9, 2, 3, 4], 16), new("B", range(50), [1, 2, 3, 5], 48)]
+    entries, _ = step(sequences, requests, counts={"A": 33, "B": 2})
+    assert drafted_lens(entries) == [0, 16]
+
+
+def test_a_block_that_is_handed_out_anew_in_the_step_in_which_it_is_found_has_no_kv_of_before():
+    """vLLM names new requests before those that go on, whose blocks they may have been given."""
+    sequences = make_sequences(num_blocks=12)
+    requests = [new("A", range(33), [1]), new("X", range(50, 67), [4, 5])]
+    entries, _ = step(sequences, requests, counts={"A": 16, "X": 17})
+    for entry in entries:
+        run(entry, [])
+        entry.sequence.page_table.advance(DRAFT, entry.num_new_tokens)
+    sequences.note_draft_kv([entry.sequence for entry in entries])
+    found = new("B", range(33), [1, 4, 6], 32)  # block 4 was X's, and is A's of this step
+    entries, _ = step(sequences, [found], [("A", [4, 7], 16)], {"A": 17, "B": 1}, finished=["X"])
+    assert drafted_lens(entries) == [16, 16]
+
+
 @pytest.mark.parametrize(
     ("params", "newest", "expected"),
     [

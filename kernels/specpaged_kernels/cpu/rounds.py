@@ -30,6 +30,7 @@ class Choices(ctypes.Structure):
         *((name, ctypes.POINTER(ctypes.c_int64)) for name in ("rows", "most")),
         ("least", ctypes.POINTER(ctypes.c_double)),
         ("indexes", ctypes.POINTER(ctypes.c_void_p)),
+        ("tells", ctypes.c_int64),
     ]
 
 

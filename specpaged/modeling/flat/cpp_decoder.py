@@ -116,9 +116,11 @@ class CppDecoder(nn.Module):
         draft: RoundsModel | None,
         stop_rule: StopRule | None,
         goes_on: bool,
+        tells_found: bool,
     ) -> Rounds:
         """What ModelRunner.rounds says."""
-        return run_rounds(rows, self.rounds_model(kv_cache, num_ids), num_rounds, draft, stop_rule, goes_on)
+        target = self.rounds_model(kv_cache, num_ids)
+        return run_rounds(rows, target, num_rounds, draft, stop_rule, goes_on, tells_found)
 
     def rounds_model(self, kv_cache: PagedKVCache, num_ids: int) -> RoundsModel:
         """This decoder on these pools, of which it finds the first num_ids ids."""

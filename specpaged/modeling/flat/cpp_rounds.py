@@ -60,33 +60,23 @@ def run_rounds(
     draft: RoundsModel | None,
     stop_rule: StopRule | None,
     goes_on: bool,
+    tells_found: bool,
 ) -> Rounds:
     """What ModelRunner.rounds says."""
-    ints: list[int] = []
+    asked, num_drafts, num_tokens = _asked(rows)
     num_seqs = len(rows)
-    room = 2 + num_rounds + num_seqs * (5 + 4 * num_rounds)
-    num_features, most_features = 0 if draft is None else draft.num_features, 0
-    for (
-        token_ids, start, draft_context_len, drafts, num_draft_tokens, most_tokens, stop_ids, blocks, lookup, choice, _
-    ) in rows:  # fmt: skip
-        ints += (
-            len(token_ids), start, draft_context_len, len(drafts), num_draft_tokens, most_tokens, len(stop_ids),
-            len(blocks), lookup,
-        )  # fmt: skip
-        ints += token_ids
-        ints += drafts
-        ints += stop_ids
-        ints += blocks
-        longest = num_draft_tokens if choice is None else max(num_draft_tokens, choice.num_tokens)
-        room += most_tokens + len(drafts) + num_rounds * longest
-        most_features += most_tokens * num_features
-    asked, found, beside = array("q", ints), array("q", bytes(8 * room)), array("f", bytes(4 * room))
-    del ints  # behind the call, nothing of it is in the caches
-    features = torch.empty(most_features, dtype=draft.dtype) if most_features else None
+    room = 2 + num_rounds + num_seqs * (5 + 4 * num_rounds) + num_tokens + num_rounds * num_drafts
+    room += sum([len(row.draft) for row in rows])
+    choices = _Choices(rows, tells_found) if any([row.choice is not None for row in rows]) else None
+    num_told = 0 if choices is None or not tells_found else choices.struct.num_lookups
+    room += num_told * (num_seqs * num_rounds + num_tokens)
+    found, beside = array("q", bytes(8 * room)), array("f", bytes(4 * room))
     seconds = array("d", bytes(16 * (num_rounds + 1)))
+    features = None
+    if draft is not None and draft.num_features:
+        features = torch.empty(num_tokens, draft.num_features, dtype=draft.dtype)
     num_done, num_written = ctypes.c_int64(), ctypes.c_int64()
     rule = None if stop_rule is None else stop_rule_struct(stop_rule)
-    choices = _Choices(rows) if any([row.choice is not None for row in rows]) else None
     status = kernel.function()(
         ctypes.addressof(target.struct), None if draft is None else ctypes.addressof(draft.struct),
         None if rule is None else ctypes.addressof(rule), None if choices is None else ctypes.addressof(choices.struct),
@@ -96,18 +86,40 @@ def run_rounds(
         ctypes.addressof(num_written),
     )  # fmt: skip
     check_status(status)
-    rounds = Rounds(num_done.value, num_seqs, found[: num_written.value].tolist(), beside, seconds)
-    num_unread = sum(rounds.num_unread)
-    if num_unread:
-        states = draft.hidden_states(features[: num_unread * num_features].view(num_unread, num_features))
+    rounds = Rounds(num_done.value, num_seqs, found[: num_written.value].tolist(), beside, seconds, num_told)
+    if any(rounds.num_unread):
+        states = draft.hidden_states(features[: sum(rounds.num_unread)])
         rounds.unread = states.split(rounds.num_unread)
     return rounds
+
+
+def _asked(rows: Sequence[DecodingRow]) -> tuple[array[int], int, int]:
+    """The rows as decoding.h reads them; and how many drafts a further round has at most, and tokens come in all."""
+    ints: list[int] = []
+    num_drafts = num_tokens = 0
+    for (
+        token_ids, start, draft_context_len, drafts, num_draft_tokens, most_tokens, stop_ids, blocks, lookup, choice, _,
+        draft_blocks, num_skipped,
+    ) in rows:  # fmt: skip
+        own_blocks = () if draft_blocks is None or draft_blocks is blocks else draft_blocks
+        ints += (
+            len(token_ids), start, draft_context_len, len(drafts), num_draft_tokens, most_tokens, len(stop_ids),
+            len(blocks), lookup, len(own_blocks), num_skipped,
+        )  # fmt: skip
+        ints += token_ids
+        ints += drafts
+        ints += stop_ids
+        ints += blocks
+        ints += own_blocks
+        num_drafts += num_draft_tokens if choice is None else max(num_draft_tokens, choice.num_tokens)
+        num_tokens += most_tokens
+    return array("q", ints), num_drafts, num_tokens  # of the list, nothing is in the caches behind the call
 
 
 class _Choices:
     """The choices of rows, as the C++ code reads them; what they lead to lives as long as this."""
 
-    def __init__(self, rows: Sequence[DecodingRow]):
+    def __init__(self, rows: Sequence[DecodingRow], tells: bool):
         choices = [row.choice for row in rows]
         some = next(choice for choice in choices if choice is not None)
         num_seqs, num_lookups = len(rows), len(next(row.lookups for row in rows if row.choice is not None))
@@ -121,4 +133,5 @@ class _Choices:
         self.struct = kernel.Choices(
             num_lookups, rules, (ctypes.c_int64 * num_seqs)(*of_rows), (ctypes.c_int64 * num_seqs)(*most),
             (ctypes.c_double * num_seqs)(*least), (ctypes.c_void_p * len(addresses))(*addresses),
+            tells,
         )  # fmt: skip

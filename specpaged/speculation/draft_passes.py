@@ -1,0 +1,86 @@
+"""What the passes of a proposal take, of a draft model or of heads that read the target."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from specpaged.speculation.pass_seconds import PassSeconds, PassShape
+
+# Rows of the first pass for each sequence that drafts in every step: of a draft model, one or, where all drafts stood,
+# two; of heads as many as tokens came, which is learned.
+_ROWS, _FOLLOWED, _NEWEST = 1.25, 2.0, 0.1
+
+
+class DraftPasses:
+    """Of a draft model, each pass makes a draft, the first one over what has come as well.
+
+    Heads run what the target has run, in a pass that is `following`: of a row for each token that has come. Then there
+    is a pass for each draft, of which the first takes `first_share` of the others: its layers have been run by then.
+
+        draft model   [ first: 1.25 B rows ] [ B rows ] ..          K passes for K drafts
+        heads         [ following: a B rows, a = tokens of a round ] [ first_share x B rows ] [ B rows ] ..   1 + K
+    """
+
+    def __init__(self, draft: PassSeconds | None, following: PassSeconds | None = None, first_share: float = 1.0):
+        self.draft = draft
+        self.following = following
+        self.first_share = first_share
+        self.rows_of_first = _ROWS if following is None else _FOLLOWED
+
+    def of(self, passes: Sequence[PassShape]) -> list[float]:
+        """Seconds of each pass of a proposal, in order; 0 where no model drafts."""
+        if self.draft is None:
+            return [0.0] * len(passes)
+        seconds = [of.of(shape) for of, shape in zip(self._of_each(passes), passes, strict=True)]
+        if self.following is not None and len(seconds) > 1:
+            seconds[1] *= self.first_share
+        return seconds
+
+    def tables(self, batch_size: int, context: float) -> tuple[list[float], list[float]]:
+        """[n] seconds for n sequences, of up to `batch_size`: until there is a draft of each, and for each further one.
+
+        Contexts have so many tokens. A sequence that has not drafted for long catches up once: what counts is what it
+        will be from then on.
+        """
+        draft = self.draft
+        num_first = [math.ceil(n * self.rows_of_first) for n in range(batch_size + 1)]
+        rows = draft.table(num_first[-1])
+        per_row = context * draft.per_row_and_kv_token
+        of_sequences = [draft.of_sequences(n, context) + n * per_row for n in range(batch_size + 1)]
+        later = [rows[n] + of_sequences[n] for n in range(batch_size + 1)]
+        if self.following is None:
+            return [rows[num_first[n]] + of_sequences[n] for n in range(batch_size + 1)], later
+        follow = [self.following.of(PassShape(num_first[n], n, context)) for n in range(batch_size + 1)]
+        return [follow[n] + self.first_share * later[n] for n in range(batch_size + 1)], later
+
+    def learn(
+        self,
+        passes: Sequence[PassShape],
+        of_passes: Sequence[float],
+        expected: float,
+        surprise: float,
+        shift: float,
+    ) -> None:
+        """A proposal was expected to take so long, `of_passes` of it in its passes; it took exp(surprise) as long.
+
+        Where most of the last ones show a `shift`, all passes take as much longer; else these, slowly.
+        """
+        if self.draft is None:
+            return
+        first = passes[0]
+        if self.following is not None and first.num_seqs:
+            self.rows_of_first += _NEWEST * (first.num_rows / first.num_seqs - self.rows_of_first)
+        if shift != 1.0:
+            self.draft.scale(shift)
+            if self.following is not None:
+                self.following.scale(shift)
+            return
+        for of, shape, of_pass in zip(self._of_each(passes), passes, of_passes, strict=True):
+            if shape.num_rows > 0:
+                of.learn(shape.num_rows, surprise, of_pass / expected)
+
+    def _of_each(self, passes: Sequence[PassShape]) -> list[PassSeconds]:
+        """Whose passes these are."""
+        first = self.draft if self.following is None else self.following
+        return [first] + [self.draft] * (len(passes) - 1)
