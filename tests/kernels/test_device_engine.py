@@ -304,7 +304,7 @@ def test_a_round_that_cannot_be_read_is_run_anew_by_the_host(tokenizer_pair, pla
         ({"method": "ngram", "num_speculative_tokens": 2}, "drafter"),
         ({"num_speculative_tokens": "auto"}, "adaptive K"),
         ({"num_speculative_tokens": 2, "verification": "rejection"}, "rejection"),
-        ({"num_speculative_tokens": 2, "kv_window": 32}, "blocks of the draft's own"),
+        ({"num_speculative_tokens": 2, "kv_window": 64}, "blocks of the draft's own"),
     ],
 )
 def test_what_the_device_does_not_cover_is_the_hosts(tokenizer_pair, plain, speculative, reason):
