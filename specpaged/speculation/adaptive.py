@@ -134,7 +134,7 @@ class AdaptiveController(MeasuringController):
             self.acceptance.chances_of(self.request(sequence), of_draft) if of_draft else ()
             for sequence, of_draft in zip(sequences, evidence, strict=True)
         ]
-        proposal = self.costs.proposal_of_round(0, len(lengths)) + times.drafting(lengths)
+        proposal = self.costs.proposal_of_round(len(lengths)) + times.drafting(lengths)
         return self.selecting.select(chances, times, proposal, self.costs.drafting_rounds)
 
     @override
@@ -214,7 +214,7 @@ class AdaptiveController(MeasuringController):
             chances,
             times.verify,
             (times.first, times.later) if times.later else (),
-            proposal_seconds=self.costs.proposal_of_round(0, len(chances)),
+            proposal_seconds=self.costs.proposal_of_round(len(chances)),
             plain_seconds=times.plain / worth,
         )
 

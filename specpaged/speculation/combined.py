@@ -147,7 +147,7 @@ class CombinedController(MeasuringController):
         first = times.first[num_drafting]
         if self.follows:
             first = self.costs.first_share * times.later[num_drafting]
-        return self.costs.proposal_of_round(0, len(counts)) + first + sum(later)
+        return self.costs.proposal_of_round(len(counts)) + first + sum(later)
 
 
 class _LookupAcceptance:

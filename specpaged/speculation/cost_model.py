@@ -24,7 +24,6 @@ _PASSES = ("target", "draft", "following")
 class CostModel:
     """The target's passes, the drafter's if a model drafts, and what a step and a proposal take besides, in seconds.
 
-
     Beside the passes, a step of B sequences takes `rest(B)`. A proposal for n of them takes `proposal(n)`: whatever is
     added to a step that drafts, and is no pass. `seconds_saved` is what a target's pass of one row takes less where no
     drafter has run since the last one: of the target's weights more are in the caches.
@@ -105,10 +104,10 @@ class CostModel:
         """Of a proposal for so many, beside its passes, with what the rest of its step takes more than of others."""
         return self._own_proposal(num_seqs) + max(0.0, self.drafting_rest(num_seqs) - 1.0) * self.rest(num_seqs)
 
-    def proposal_of_round(self, num_seqs: int, batch_size: int) -> float:
-        """What falls to each round, of so many sequences, in which so many draft."""
+    def proposal_of_round(self, batch_size: int) -> float:
+        """What falls to each round of so many sequences, whoever of them drafts."""
         more_rest = max(0.0, self.drafting_rest(batch_size) - 1.0) * self.rest(batch_size)
-        return self.proposals_per_round * self._own_proposal(num_seqs) + more_rest / self.drafting_rounds
+        return self.proposals_per_round * self.seconds_per_proposal + more_rest / self.drafting_rounds
 
     def saved(self, num_seqs: int) -> float:
         """Of a plain step's pass: the less, the more it has to compute beside reading the weights."""

@@ -184,8 +184,8 @@ def test_steps_of_a_batch_are_priced_by_its_own_octave():
                 model.observe_target(PassShape(16, num_seqs), model.target.of_rows(16))
                 model.observe_rest(plain, num_seqs)
                 model.observe_proposal([], 1e-4, num_seqs, drafting)
-    assert model.proposal_of_round(0, 1) == pytest.approx(0.11, rel=0.1)
-    assert model.proposal_of_round(0, 32) == pytest.approx(0.01, abs=0.02)
+    assert model.proposal_of_round(1) == pytest.approx(0.11, rel=0.1)
+    assert model.proposal_of_round(32) == pytest.approx(0.01, abs=0.02)
     first = StepTimes.of(model, 32, 32, 0.0).first
     assert first[32] - model.draft.of_rows(40) == pytest.approx(32 * 0.001)
 
@@ -228,10 +228,12 @@ def test_what_only_steps_that_draft_have_shown_of_so_many_sequences_is_not_held_
 
 
 def test_a_proposal_is_spread_over_rounds_whose_drafts_are_made_within_them():
-    model = CostModel(PassSeconds(NODES, known()), seconds_per_proposal=0.2, seconds_per_drafting=0.1)
-    assert model.proposal_of_round(2, 2) == pytest.approx(0.4)
+    """What falls to each proposal, and to each of its two sequences, which is part of their first draft."""
+    draft = PassSeconds([1, 64], [0.05, 0.05])
+    model = CostModel(PassSeconds(NODES, known()), draft, seconds_per_proposal=0.2, seconds_per_drafting=0.1)
+    assert model.proposal_of_round(2) + StepTimes.of(model, 2, 0, 0.0).first[2] == pytest.approx(0.4 + 0.05)
     model.proposals_per_round = 0.25
-    assert model.proposal_of_round(2, 2) == pytest.approx(0.1)
+    assert model.proposal_of_round(2) + StepTimes.of(model, 2, 0, 0.0).first[2] == pytest.approx(0.1 + 0.05)
 
 
 def test_drafts_that_are_made_within_rounds_say_nothing_of_proposals():
