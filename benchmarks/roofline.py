@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any
 
 from specpaged.modeling.flat.config import FlatConfig, flat_config
-from specpaged.modeling.flat.cpp_decoder import cpp_operands
+from specpaged.modeling.flat.cpp_decoder import cpp_kernel, linears_of
 from specpaged.modeling.flat.decoder import FlatDecoder
 from specpaged.modeling.flat.weights import EMBEDDING, OUTPUT, expected_shapes
 from specpaged.modeling.loaded_model import LoadedModel
@@ -82,10 +82,8 @@ def work_of(
 def work_of_model(model: LoadedModel, context_lens: Sequence[int], query_lens: Sequence[int]) -> Work:
     """The same of a model that our C++ kernels run, with its weights as they are stored."""
     decoder: FlatDecoder = model.decoder.decoder
-    linears = [decoder.output]
-    for layer in decoder.layers:
-        linears += (layer.qkv, layer.o, layer.gate_up, layer.down)
-    weight_bytes = sum(cpp_operands(linear)[0].nbytes for linear in linears)
+    linears = [*linears_of(decoder.layers), decoder.output]
+    weight_bytes = sum(cpp_kernel(linear).weight.nbytes for linear in linears)
     return work_of(flat_config(model.hf_config), weight_bytes, model.kv_dtype.itemsize, context_lens, query_lens)
 
 

@@ -227,12 +227,12 @@ class FastLinear(nn.Module):
         )
         weight = weight.detach().float() if self.upcast else weight.detach()
         self.bias = None if bias is None else bias.detach().to(weight.dtype, copy=True)
-        self.cpp: Tensor | None = None
+        self.cpp: CppKernel | None = None
         self.operand: Tensor | None = None
         self.packed: Tensor | None = None
         many_rows = weight.numel() <= TWO_COPIES_WEIGHT
         if ours:
-            self.cpp = cpu_linear.pack(weight)
+            self.cpp = CppKernel(weight, self.bias)
             many_rows = many_rows and weight.dtype == torch.float32
         elif weight.numel() >= SMALL_WEIGHT and can_pack(weight.dtype, weight.device):
             self.packed = _pack(weight.contiguous())
@@ -247,8 +247,7 @@ class FastLinear(nn.Module):
             x = x.float()
         rows = x.numel() // self.in_features
         if self.cpp is not None and (self.operand is None or rows <= CPP_ROWS):
-            y = cpu_linear.linear(x.reshape(rows, self.in_features), self.cpp, self.bias, self.out_features)
-            y = y.view(*x.shape[:-1], self.out_features)
+            y = self.cpp(x.reshape(rows, self.in_features)).view(*x.shape[:-1], self.out_features)
         elif self.packed is not None and (self.operand is None or 2 < rows <= 16):
             y = _packed_linear(x, self.packed, self.bias)
         else:

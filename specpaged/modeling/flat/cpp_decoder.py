@@ -17,6 +17,7 @@ from specpaged.modeling.flat.cpp_rounds import RoundsModel, run_rounds
 from specpaged.modeling.flat.decoder import FlatDecoder, FlatLayer
 from specpaged.modeling.flat.row_wise import CppGate
 from specpaged.modeling.forward_output import ForwardOutput, ForwardRequest, GreedyTokens, HiddenStates
+from specpaged.modeling.huge_pages import gather_weights
 from specpaged.modeling.linear import CPP_ROWS, CppKernel, FastLinear, RowExactLinear
 from specpaged.modeling.ragged_batch import RaggedBatch, RaggedRow
 from specpaged.modeling.rounds import DecodingRow, Rounds
@@ -41,6 +42,7 @@ class CppDecoder(nn.Module):
         self._function = kernel.functions()[decoder.dtype]
         self._greedy_function = kernel.greedy_functions()[decoder.dtype]
         self._pools = Pools(config, decoder.dtype)
+        gather_weights([cpp_kernel(linear) for linear in (*linears_of(decoder.layers), decoder.output)])
         self._layers = layer_structs(decoder.layers, rotations_of(decoder))
         self._struct = kernel.Decoder(
             len(decoder.layers), decoder.num_positions, config.vocab_size, config.hidden_size,
@@ -48,7 +50,7 @@ class CppDecoder(nn.Module):
             int(decoder.layers[0].gate.activation == "gelu_tanh"),
             config.norm_eps, config.residual_multiplier, decoder.embedding_multiplier, self._layers,
             decoder.embedding.data_ptr(), STORAGE[decoder.embedding.dtype],
-            kernel.Weight.of(cpp_operands(decoder.output)[0]), decoder.final_norm.weight.data_ptr(),
+            kernel.Weight.of(cpp_kernel(decoder.output).weight), decoder.final_norm.weight.data_ptr(),
         )  # fmt: skip
 
     @override
@@ -150,9 +152,9 @@ def layer_structs(layers: Sequence[FlatLayer], rotations: dict[str, tuple[Tensor
     structs = (kernel.Layer * len(layers))()
     for layer, part in zip(structs, layers, strict=True):
         for name in kernel.LAYER_WEIGHTS:
-            weight, bias = cpp_operands(getattr(part, name))
-            setattr(layer, name, kernel.Weight.of(weight))
-            setattr(layer, f"{name}_bias", None if bias is None else bias.data_ptr())
+            linear = cpp_kernel(getattr(part, name))
+            setattr(layer, name, kernel.Weight.of(linear.weight))
+            setattr(layer, f"{name}_bias", None if linear.bias is None else linear.bias.data_ptr())
         for name in ("before_attention", "after_attention", "before_mlp", "after_mlp"):
             norm = getattr(part, f"norm_{name}")
             setattr(layer, name, None if norm is None else norm.weight.data_ptr())
@@ -164,20 +166,21 @@ def layer_structs(layers: Sequence[FlatLayer], rotations: dict[str, tuple[Tensor
     return structs
 
 
-def cpp_operands(linear: nn.Module) -> tuple[Tensor, Tensor | None] | None:
-    """A linear layer's packed weight and bias, if our C++ kernel runs it."""
+def cpp_kernel(linear: nn.Module) -> CppKernel | None:
+    """Our C++ kernel of a linear layer, if that runs it."""
     if isinstance(linear, RowExactLinear) and isinstance(linear.kernel, CppKernel) and not linear.scheme.upcast:
-        return linear.kernel.weight, linear.kernel.bias
-    if isinstance(linear, FastLinear) and linear.cpp is not None:
-        return linear.cpp, linear.bias
-    return None
+        return linear.kernel
+    return linear.cpp if isinstance(linear, FastLinear) else None
+
+
+def linears_of(layers: Iterable[FlatLayer]) -> list[nn.Module]:
+    """The linear layers of decoder layers, in the order in which a pass reads them."""
+    return [linear for layer in layers for linear in (layer.qkv, layer.o, layer.gate_up, layer.down)]
 
 
 def is_all_cpp(layers: Iterable[FlatLayer], others: Iterable[nn.Module]) -> bool:
     """Whether all operations of a decoder are our C++ kernels: of its layers, and its other linear ones."""
-    linears = list(others)
-    for layer in layers:
-        linears += (layer.qkv, layer.o, layer.gate_up, layer.down)
-        if not isinstance(layer.gate, CppGate):
-            return False
-    return all(cpp_operands(linear) is not None for linear in linears)
+    layers = list(layers)
+    if not all(isinstance(layer.gate, CppGate) for layer in layers):
+        return False
+    return all(cpp_kernel(linear) is not None for linear in (*linears_of(layers), *others))

@@ -10,11 +10,12 @@ from typing_extensions import override
 
 from specpaged.modeling.attention.base import PagedPass
 from specpaged.modeling.flat.cpp_calls import Pools, greedy
-from specpaged.modeling.flat.cpp_decoder import cpp_operands, is_all_cpp, layer_structs, rotations_of
+from specpaged.modeling.flat.cpp_decoder import cpp_kernel, is_all_cpp, layer_structs, linears_of, rotations_of
 from specpaged.modeling.flat.cpp_rounds import RoundsModel
 from specpaged.modeling.forward_output import ForwardOutput, ForwardRequest, GreedyTokens
 from specpaged.modeling.heads.clover import CloverDecoder, ResAttention
 from specpaged.modeling.heads.eagle3 import Eagle3Decoder
+from specpaged.modeling.huge_pages import gather_weights
 from specpaged.modeling.ragged_batch import RaggedRow
 from specpaged.paging.kv_cache import PagedKVCache
 from specpaged.speculation.stop_rule import StopRule
@@ -36,6 +37,7 @@ class CppHeads(nn.Module):
         self._function = kernel.functions()[decoder.dtype]
         self._pools = Pools(flat, decoder.dtype)
         rotations = rotations_of(decoder)
+        gather_weights([cpp_kernel(linear) for linear in (*_own_linears(decoder), *linears_of(decoder.layers))])
         self._layers = layer_structs(decoder.layers, rotations)
         ends = decoder.ends
         struct = decoder_kernel.Decoder(
@@ -104,12 +106,18 @@ def are_all_cpp(decoder: Eagle3Decoder | CloverDecoder) -> bool:
     return keeps_order and decoder.ends.embedding.dtype in STORAGE and is_all_cpp(decoder.layers, decoder.linears)
 
 
+def _own_linears(decoder: Eagle3Decoder | CloverDecoder) -> list[nn.Module]:
+    """Of `linears` those that are not the target's, which points to its weights."""
+    is_target = decoder.ends is not decoder
+    return [linear for linear in decoder.linears if not (is_target and linear is decoder.ends.output)]
+
+
 def _weight(linear: nn.Module) -> decoder_kernel.Weight:
-    return decoder_kernel.Weight.of(cpp_operands(linear)[0])
+    return decoder_kernel.Weight.of(cpp_kernel(linear).weight)
 
 
 def _bias(linear: nn.Module) -> int | None:
-    bias = cpp_operands(linear)[1]
+    bias = cpp_kernel(linear).bias
     return None if bias is None else bias.data_ptr()
 
 
