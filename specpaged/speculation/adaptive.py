@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 
 from typing_extensions import override
 
@@ -173,12 +174,15 @@ class AdaptiveController(MeasuringController):
         return request
 
     def _decided(self, candidates: Sequence[Candidate], logits: Sequence[float]) -> Decision:
-        if len(candidates) > 1 or candidates[0].lag > _NEAR:
+        """Who is alone, and like one before, goes by what was decided then, if it is repaid to catch up for that."""
+        if len(candidates) > 1:
             return self._decide(candidates, logits)
         (candidate,), costs = candidates, self.costs
         length = candidate.context_len // _ALIKE
         key = self._is_drafting, logits[0], candidate.most, length, costs.plain_rounds, costs.drafting_rounds
-        return self.decisions.of(key, lambda: self._decide(candidates, logits))
+        decision = self.decisions.of(key, lambda: self._decide([replace(candidate, lag=1)], logits))
+        is_repaid = self._repaid(candidates, Selection(decision.counts, decision.tokens_per_second))
+        return decision if all(is_repaid) else self._decide(candidates, logits)
 
     def _decide(self, candidates: Sequence[Candidate], logits: Sequence[float]) -> Decision:
         counts, rate = self._worthwhile(candidates, logits)
@@ -210,13 +214,9 @@ class AdaptiveController(MeasuringController):
         if self._is_drafting:
             worth = 1.0 + max(_TO_GO_ON, _DOUBT_TO_GO_ON * times.doubt)
             worth -= _EARLY / math.sqrt(16 + self.acceptance.num_outcomes)
-        return select(
-            chances,
-            times.verify,
-            (times.first, times.later) if times.later else (),
-            proposal_seconds=self.costs.proposal_of_round(len(chances)),
-            plain_seconds=times.plain / worth,
-        )
+        passes, proposal = (times.first, times.later) if times.later else (), self.costs.proposal_of_round(len(chances))
+        plain = times.plain / worth
+        return select(chances, times.verify, passes, proposal_seconds=proposal, plain_seconds=plain)
 
     def _rows_to_try(
         self, candidates: Sequence[Candidate], logits: Sequence[float], seconds: float

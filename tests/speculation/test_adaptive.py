@@ -154,6 +154,22 @@ def test_who_comes_is_thought_to_put_out_as_much_as_others_did_before(used, draf
     assert bool(counts[7]) == drafts
 
 
+@pytest.mark.parametrize(("num_left", "drafts"), [(100, True), (2, False)])
+def test_of_those_who_come_one_after_another_the_first_ones_are_decided_for_and_each_weighs_its_own_prompt(
+    num_left, drafts
+):
+    controller = knowing(AdaptiveController(costs(0.05)))
+    decided, decide = [], controller._decide
+    controller._decide = lambda candidates, logits: decided.append(candidates[0].lag) or decide(candidates, logits)
+    for i in range(4):
+        [count] = controller.plan([Candidate(i, 8, lag=300, num_left=100)], 1).num_draft_tokens
+        assert count
+        controller.forget(i)
+    assert decided == [1, 1]  # to begin, and to go on
+    [count] = controller.plan([Candidate(4, 8, lag=300, num_left=num_left)], 1).num_draft_tokens
+    assert bool(count) == drafts
+
+
 def test_of_long_prompts_one_is_looked_at_on_debt_at_first_and_when_all_credit_has_been_saved():
     """A look takes 13.5 ms, as it is accounted for; at most 4 ms are saved, and 1 ms is there in advance."""
     looks = Looks(costs(0.15))
