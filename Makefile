@@ -38,7 +38,7 @@ demo: install
 	$(BIN)/specpaged verify --plain-batch
 
 test: install $(VLLM)
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 variants: install
 	SPECPAGED_ALL_VARIANTS=1 $(BIN)/python -m pytest tests/kernels/test_variants.py

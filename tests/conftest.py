@@ -20,6 +20,16 @@ from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 from specpaged.testing.heads import write_clover, write_eagle3  # noqa: E402
 from tests import toys  # noqa: E402
 
+# A file is one worker's, and the last ones are waited for: those that take longest begin.
+LONGEST = ("tests/vllm_plugin/", "tests/kernels/", "tests/modeling/")
+
+
+def pytest_collection_modifyitems(items):
+    def place(item):
+        return next((i for i, folder in enumerate(LONGEST) if item.nodeid.startswith(folder)), len(LONGEST))
+
+    items.sort(key=place)  # which leaves the tests of a file together, and in order
+
 
 @pytest.fixture(scope="session")
 def toy_pair(tmp_path_factory):

@@ -397,27 +397,28 @@ def paged_attention_ref(
     block_stride: int | None = None,  # slots from a block to the next one; default: block_size
 ) -> Tensor:  # [N, Hq, D] dtype, zeros in filler rows
     """Token t of sequence b, at position p = context_lens[b] + t, reads positions 0 .. p of b and nothing else."""
-    num_heads, head_dim = query.shape[1:]
-    group = num_heads // kv_pool.shape[2]
+    num_kv_heads, head_dim = kv_pool.shape[2:]
+    group = query.shape[1] // num_kv_heads
     scaling = 1 / math.sqrt(head_dim) if scaling is None else scaling
     output = torch.zeros_like(query)
     bounds = cu_query_lens.tolist()
-    for b, context_len in enumerate(context_lens.tolist()):
+    for b, (context_len, blocks) in enumerate(zip(context_lens.tolist(), page_table.tolist(), strict=True)):
         for token, row in enumerate(range(bounds[b], bounds[b + 1])):
             position = context_len + token
             first = 0 if window is None else max(0, position - window + 1)
             slots = [
-                int(page_table[b, p // block_size]) * (block_stride or block_size) + p % block_size
+                blocks[p // block_size] * (block_stride or block_size) + p % block_size
                 for p in range(first, position + 1)
             ]
-            for head in range(num_heads):
-                keys = kv_pool[slots, 0, head // group].float()  # [position - first + 1, D]
-                values = kv_pool[slots, 1, head // group].float()
-                scores = keys @ query[row, head].float() * scaling
-                if softcap is not None:
-                    scores = torch.tanh(scores / softcap) * softcap
-                if sinks is not None:
-                    scores = torch.cat([scores, sinks[head].float().view(1)])
-                weights = torch.softmax(scores, dim=0)
-                output[row, head] = (weights[: len(slots)] @ values).to(query.dtype)
+            for kv_head in range(num_kv_heads):
+                keys = kv_pool[slots, 0, kv_head].float()  # [position - first + 1, D]
+                values = kv_pool[slots, 1, kv_head].float()
+                for head in range(kv_head * group, (kv_head + 1) * group):
+                    scores = keys @ query[row, head].float() * scaling
+                    if softcap is not None:
+                        scores = torch.tanh(scores / softcap) * softcap
+                    if sinks is not None:
+                        scores = torch.cat([scores, sinks[head].float().view(1)])
+                    weights = torch.softmax(scores, dim=0)
+                    output[row, head] = (weights[: len(slots)] @ values).to(query.dtype)
     return output

@@ -112,7 +112,10 @@ def _compile_named(named: tuple[str, int]) -> Compiled:
 
 
 def compile_all(variants: Iterable[tuple[Variant, int]], jobs: int) -> Iterator[Compiled]:
-    """Each variant for its architecture, in `jobs` processes, as they are ready."""
+    """Each variant for its architecture, in `jobs` processes, as they are ready; for one job, in this one."""
+    if jobs == 1:
+        yield from (compile_variant(variant, arch) for variant, arch in variants)
+        return
     named = [(name(variant), arch) for variant, arch in variants]
     with multiprocessing.get_context("spawn").Pool(jobs) as pool:
         yield from pool.imap_unordered(_compile_named, named)

@@ -27,7 +27,7 @@ def test_processes_decode_what_one_decodes_and_raise_what_one_raises(toy_pair):
 def test_what_fails_in_loading_comes_through_as_itself():
     make = partial(LLM, "/nowhere/at/all")
     with pytest.raises(ValueError, match="model '/nowhere/at/all' does not exist"):
-        decode(make, [[1], [2]], [SamplingParams(max_tokens=1)] * 2, processes=2)
+        decode(make, [[1]], [SamplingParams(max_tokens=1)], processes=2)
 
 
 @pytest.mark.parametrize(

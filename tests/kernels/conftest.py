@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 import torch
 import triton.language as tl
+from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+from specpaged.modeling import loading
 
 
 def _float32(handle: TensorHandle) -> np.ndarray:
@@ -27,6 +30,51 @@ def _dot(self, a, b, d, input_precision, max_num_imprecise_acc):
 @pytest.fixture(autouse=True)
 def _dot_by_rows(monkeypatch):
     monkeypatch.setattr(InterpreterBuilder, "create_dot", _dot)
+
+
+@pytest.fixture(autouse=True)
+def _rows_are_not_checked_in_every_load(monkeypatch):
+    """Ten passes of each model that is loaded, in the interpreter: test_engine_on_triton.py checks one."""
+    honest = loading.check_rows
+
+    def check(model, block_size):
+        if model.backend != "triton":
+            honest(model, block_size)
+
+    monkeypatch.setattr(loading, "check_rows", check)
+
+
+class _Patched:
+    """In the place of a scope that would be restored behind every launch."""
+
+    def restore(self):
+        pass
+
+
+@pytest.fixture(autouse=True)
+def _language_is_patched_once(monkeypatch):
+    """And not for every launch, and for every call of a function within it: of small programs that is most of the time.
+
+    What is put into triton.language depends on which of its modules a kernel sees alone. Interpreters older than their
+    scopes of patches are left as they are.
+    """
+    if not hasattr(interpreter, "_LangPatchScope"):
+        yield
+        return
+    patch, patched, seen = interpreter._patch_lang, {}, {}
+
+    def patch_once(function):
+        if function not in seen:
+            modules = function.__globals__.values()
+            seen[function] = frozenset(value.__name__ for value in modules if value is tl or value is tl.core)
+        if seen[function] not in patched:
+            patched[seen[function]] = patch(function)
+        return _Patched()
+
+    monkeypatch.setattr(interpreter, "_patch_lang", patch_once)
+    yield
+    for scope in reversed(patched.values()):
+        scope.restore()
 
 
 @pytest.fixture(autouse=True)

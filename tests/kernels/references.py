@@ -58,16 +58,24 @@ def pack(*arguments):
     return packed
 
 
+def put_row_wise_ones_in_place(monkeypatch) -> None:
+    """Those of products and norms, in models that are loaded from now on: attention stays the kernel."""
+    for module, name, function in (
+        (linear, "linear", lambda x, weight, bias=None, tiles=None: linear.linear_ref(x, weight, bias)),
+        (lm_head, "lm_head", lambda x, weight, bias=None, tiles=None: lm_head.lm_head_ref(x, weight, bias)),
+        (rms_norm, "rms_norm", rms_norm.rms_norm_ref),
+    ):
+        monkeypatch.setattr(module, name, function)
+
+
 def put_in_place(monkeypatch) -> None:
     """From now on, and in models that are loaded from now on."""
+    put_row_wise_ones_in_place(monkeypatch)
 
     def paged_attention(query, pool, table, bounds, context_lens, block_size, work_list, *options, **named):
         return paged_attention_ref(query, pool, table, bounds, context_lens, block_size, *options, **named)
 
     for module, name, function in (
-        (linear, "linear", lambda x, weight, bias=None, tiles=None: linear.linear_ref(x, weight, bias)),
-        (lm_head, "lm_head", lambda x, weight, bias=None, tiles=None: lm_head.lm_head_ref(x, weight, bias)),
-        (rms_norm, "rms_norm", rms_norm.rms_norm_ref),
         (triton_pass, "paged_attention", paged_attention),
         (triton_pass, "store_kv", store_kv_ref),
         (device_sampling, "sample", sample),

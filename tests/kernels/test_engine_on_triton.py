@@ -10,6 +10,7 @@ from specpaged import LLM, SamplingParams
 from specpaged.modeling.backend import ENVIRONMENT, choose_backend
 from specpaged.modeling.loading import load_model
 from specpaged.modeling.norm import KernelRMSNorm, use_kernel_norms
+from specpaged.modeling.self_check import check_rows
 from tests import toys
 from tests.modeling.world import World, random_tokens
 from tests.poison import Poison
@@ -56,6 +57,7 @@ def test_outputs_on_triton_are_those_on_torch(toy_pair, numerics):
 def test_logits_on_triton_have_the_same_bits_in_decode_verify_and_prefill(toy_pair):
     """With NaN in every slot whose KV is not valid."""
     model = load_model(toy_pair.target, max_model_len=64, attention_backend="triton")
+    check_rows(model, 16)  # as every load does but for those of these tests
     tokens, mate = random_tokens(21, 0), random_tokens(9, 1)
     plain = World(model, num_slots=256, seed=1)
     plain.run(("a", tokens[:15], 0))

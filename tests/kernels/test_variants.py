@@ -38,10 +38,11 @@ ALL = "SPECPAGED_ALL_VARIANTS" in os.environ
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
-    """Variants, in processes without the interpreter."""
+    """Variants, in a process without the interpreter."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": str(KERNELS), "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
-    command = [sys.executable, "-m", "specpaged_kernels.variants", "--json", *(() if ALL else ("--some",))]
+    few = () if ALL else ("--some", "--jobs", "1")  # another process would take longer to start than it spares
+    command = [sys.executable, "-m", "specpaged_kernels.variants", "--json", *few]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr[-3000:]
     return json.loads(result.stdout)

@@ -1,5 +1,7 @@
 """Each family, on paged KV, against transformers' own eager forward of one sequence at a time."""
 
+from functools import cache
+
 import pytest
 import torch
 import transformers
@@ -7,10 +9,27 @@ import transformers
 from tests.modeling.families import FAMILIES
 from tests.modeling.world import World, random_tokens
 
+# longrope: with max_model_len past the original length, every sequence has the long factors; HF gives them to sequences
+# of more than 32 tokens, so all that are compared here are longer.
+TOKENS = {"a": random_tokens(61, 1), "b": random_tokens(47, 2), "c": random_tokens(70, 3)}
 
-def hf_logits(model, tokens: list[int]) -> torch.Tensor:
-    with torch.inference_mode():
-        return model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].float()
+
+@pytest.fixture(scope="module")
+def hf_logits(toy_path):
+    """hf_logits("qwen3") -> transformers' logits of each of TOKENS, computed once."""
+
+    @cache
+    def logits(name: str) -> dict[str, torch.Tensor]:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            toy_path(name), attn_implementation="eager", experts_implementation="eager"
+        ).eval()
+        with torch.inference_mode():
+            return {
+                seq: model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].float()
+                for seq, tokens in TOKENS.items()
+            }
+
+    return logits
 
 
 @pytest.mark.parametrize("numerics", ["exact", "fast"])
@@ -18,17 +37,12 @@ def hf_logits(model, tokens: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("model_impl", ["auto", "transformers"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_ragged_prefill_rejected_draft_and_verify_match_transformers(
-    name, model_impl, backend, numerics, toy_path, toy_model
+    name, model_impl, backend, numerics, hf_logits, toy_model
 ):
-    # longrope: with max_model_len past the original length, every sequence has the long factors; HF gives them to
-    # sequences of more than 32 tokens, so all that are compared here are longer.
-    reference = transformers.AutoModelForCausalLM.from_pretrained(
-        toy_path(name), attn_implementation="eager", experts_implementation="eager"
-    ).eval()
     model = toy_model(name, numerics=numerics, model_impl=model_impl, attention_backend=backend)
     world = World(model, block_size=4)
-    a, b, c = random_tokens(61, 1), random_tokens(47, 2), random_tokens(70, 3)
-    expected = {n: hf_logits(reference, t) for n, t in (("a", a), ("b", b), ("c", c))}
+    a, b, c = TOKENS.values()
+    expected = hf_logits(name)
 
     def check(got: dict, **stops: int) -> None:
         for seq, stop in stops.items():

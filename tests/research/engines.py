@@ -41,9 +41,11 @@ def make_llm(pair, schedule, rollback, k=3, **arguments):
     )
 
 
-def run(llm, num_requests=None):
-    """Token ids and log-probabilities of every completion."""
-    params = PARAMS if llm.engine.speculative_step.drafter else [replace(params, extra_args=None) for params in PARAMS]
+def run(llm, num_requests=None, max_tokens=16):
+    """Token ids and log-probabilities of every completion, of at most so many tokens."""
+    params = [replace(params, max_tokens=min(max_tokens, params.max_tokens)) for params in PARAMS]
+    if not llm.engine.speculative_step.drafter:
+        params = [replace(params, extra_args=None) for params in params]
     outputs = llm.generate(PROMPTS[:num_requests], params[:num_requests], use_tqdm=False)
     llm.engine.check_integrity()
     assert llm.engine.allocator.num_held == 0

@@ -11,11 +11,27 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler  # noqa: E402
 
 from tests.vllm_plugin.serving import PROMPTS, check_nothing_is_held, core, token_ids  # noqa: E402
 
-GREEDY = {"temperature": 0, "max_tokens": 40}
+CHOICE = StructuredOutputsParams(choice=["paged attention", "padded attention"])
+PARAMS = [
+    {},
+    {},
+    {"temperature": 0.9, "seed": 4, "min_tokens": 3},
+    {"structured_outputs": CHOICE},
+    {"max_tokens": 600, "ignore_eos": True},  # up to max_model_len
+]
 
 
-def generate(llm, **params):
-    return llm.generate(PROMPTS, vllm.SamplingParams(**(GREEDY | params)), use_tqdm=False)
+def outputs(llm):
+    """Of all prompts, once for each of PARAMS."""
+    params = [vllm.SamplingParams(**({"temperature": 0, "max_tokens": 40} | of)) for of in PARAMS]
+    return [token_ids(llm.generate(PROMPTS, of, use_tqdm=False)) for of in params]
+
+
+@pytest.fixture(scope="module")
+def expected(make_vllm):
+    llm = make_vllm(0)
+    assert not isinstance(core(llm).scheduler, AsyncScheduler)
+    return outputs(llm)
 
 
 @pytest.mark.parametrize(
@@ -29,25 +45,8 @@ def generate(llm, **params):
     ],
     ids=str,
 )
-def test_outputs_are_those_of_synchronous_scheduling(make_vllm, asynchronous, request, k, arguments):
+def test_outputs_are_those_of_synchronous_scheduling(make_vllm, expected, asynchronous, k, arguments):
     llm = make_vllm(k, async_scheduling=True, **arguments)
     assert isinstance(core(llm).scheduler, AsyncScheduler)
-    choice = StructuredOutputsParams(choice=["paged attention", "padded attention"])
-    outputs = [
-        token_ids(generate(llm)),
-        token_ids(generate(llm)),
-        token_ids(generate(llm, temperature=0.9, seed=4, min_tokens=3)),
-        token_ids(generate(llm, structured_outputs=choice)),
-        token_ids(generate(llm, max_tokens=600, ignore_eos=True)),
-    ]
+    assert outputs(llm) == expected
     check_nothing_is_held(llm)
-    request.getfixturevalue("monkeypatch").undo()
-    llm = make_vllm(0)
-    assert not isinstance(core(llm).scheduler, AsyncScheduler)
-    assert outputs == [
-        token_ids(generate(llm)),
-        token_ids(generate(llm)),
-        token_ids(generate(llm, temperature=0.9, seed=4, min_tokens=3)),
-        token_ids(generate(llm, structured_outputs=choice)),
-        token_ids(generate(llm, max_tokens=600, ignore_eos=True)),
-    ]

@@ -12,6 +12,24 @@ from vllm.v1.core.sched.scheduler import Scheduler  # noqa: E402
 
 from tests.vllm_plugin.serving import PROMPTS, check_nothing_is_held, core, token_ids  # noqa: E402
 
+GRAMMAR = StructuredOutputsParams(regex="[a-z]{12}")
+
+
+@pytest.fixture(scope="module")
+def params():
+    return [
+        vllm.SamplingParams(
+            max_tokens=40, temperature=0.8 * (i % 2), seed=i, logprobs=1, structured_outputs=GRAMMAR if i < 3 else None
+        )
+        for i in range(len(PROMPTS))
+    ]
+
+
+@pytest.fixture(scope="module")
+def expected(make_vllm, params):
+    """What the first one puts out, by number of drafts."""
+    return {k: make_vllm(k).generate(PROMPTS, params, use_tqdm=False) for k in (0, 4)}
+
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("k", [0, 4])
@@ -20,16 +38,9 @@ from tests.vllm_plugin.serving import PROMPTS, check_nothing_is_held, core, toke
     [{"num_gpu_blocks_override": 36}, {"enable_prefix_caching": True, "max_num_batched_tokens": 64}],
     ids=str,
 )
-def test_outputs_are_those_under_the_first_one(make_vllm, monkeypatch, request, is_async, k, arguments):
-    grammar = StructuredOutputsParams(regex="[a-z]{12}")
-    params = [
-        vllm.SamplingParams(
-            max_tokens=40, temperature=0.8 * (i % 2), seed=i, logprobs=1, structured_outputs=grammar if i < 3 else None
-        )
-        for i in range(len(PROMPTS))
-    ]
-    expected = make_vllm(k).generate(PROMPTS, params, use_tqdm=False)
-    request.getfixturevalue("second_model_runner")
+def test_outputs_are_those_under_the_first_one(
+    make_vllm, params, expected, second_model_runner, monkeypatch, request, is_async, k, arguments
+):
     if is_async:
         request.getfixturevalue("asynchronous")
     preempted, preempt = [], Scheduler._preempt_request
@@ -44,8 +55,8 @@ def test_outputs_are_those_under_the_first_one(make_vllm, monkeypatch, request, 
     assert isinstance(core(llm).scheduler, AsyncScheduler) == is_async
     for _ in range(2):  # the second time out of the cache, if there is one
         outputs = llm.generate(PROMPTS, params, use_tqdm=False)
-        assert token_ids(outputs) == token_ids(expected)
-        for ours, first in zip(outputs, expected, strict=True):
+        assert token_ids(outputs) == token_ids(expected[k])
+        for ours, first in zip(outputs, expected[k], strict=True):
             assert ours.outputs[0].logprobs == first.outputs[0].logprobs
     assert bool(preempted) == ("num_gpu_blocks_override" in arguments)
     assert any(output.num_cached_tokens for output in outputs) == ("enable_prefix_caching" in arguments)

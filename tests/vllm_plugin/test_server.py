@@ -234,12 +234,23 @@ def test_metrics_are_vllms_own_and_ours(server):
     assert seen["seconds"] > 0
 
 
-def test_sigterm_ends_it_cleanly(server):
-    server.process.send_signal(signal.SIGTERM)
-    assert server.process.wait(60) == 0
+def test_a_worker_that_is_killed_ends_in_vllms_own_error_and_no_hang(server):
+    """The last that is asked of this server."""
+    children = psutil.Process(server.process.pid).children(recursive=True)
+    long = {"max_tokens": 450, "extra_body": {"ignore_eos": True}}
+    with ThreadPoolExecutor(8) as pool:
+        stream = complete(server, PROMPTS[0], stream=True, **long)
+        others = [pool.submit(complete, server, prompt, **long) for prompt in PROMPTS[1:8]]
+        next(iter(stream))
+        (worker,) = [child for child in children if "Worker" in " ".join(child.cmdline())]
+        worker.kill()
+        errors = [request.exception(timeout=60) for request in others]
+    assert any(isinstance(error, openai.APIError) for error in errors)
+    server.process.wait(60)
+    assert "EngineDeadError" in server.log_path.read_text()
 
 
-def test_two_engines_behind_one_front_end_put_out_the_same(make_vllm, tmp_path):
+def test_two_engines_behind_one_front_end_put_out_the_same_and_end_cleanly(make_vllm, tmp_path):
     server = Server(tmp_path, "--data-parallel-size", "2", "--speculative-config", json.dumps(SPECULATIVE))
     try:
         server.wait()
@@ -254,24 +265,5 @@ def test_two_engines_behind_one_front_end_put_out_the_same(make_vllm, tmp_path):
             assert float(rounds) > 0
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(60) == 0
-    finally:
-        server.stop()
-
-
-def test_a_worker_that_is_killed_ends_in_vllms_own_error_and_no_hang(tmp_path):
-    server = Server(tmp_path, "--distributed-executor-backend", "mp").wait()
-    children = psutil.Process(server.process.pid).children(recursive=True)
-    long = {"max_tokens": 450, "extra_body": {"ignore_eos": True}}
-    try:
-        with ThreadPoolExecutor(8) as pool:
-            stream = complete(server, PROMPTS[0], stream=True, **long)
-            others = [pool.submit(complete, server, prompt, **long) for prompt in PROMPTS[1:8]]
-            next(iter(stream))
-            (worker,) = [child for child in children if "Worker" in " ".join(child.cmdline())]
-            worker.kill()
-            errors = [request.exception(timeout=60) for request in others]
-        assert any(isinstance(error, openai.APIError) for error in errors)
-        server.process.wait(60)
-        assert "EngineDeadError" in server.log_path.read_text()
     finally:
         server.stop()

@@ -1,15 +1,14 @@
 """The C++ linear layer: right, and the same bits for a row whatever rows are beside it."""
 
-import shutil
-
 import pytest
 import torch
 import torch.nn.functional as F
 
 from specpaged_kernels.cpu import linear as cpu_linear
-from specpaged_kernels.cpu.build import CACHE, load
+from specpaged_kernels.cpu.build import load
 from specpaged_kernels.cpu.library import SOURCE, why_not
 from specpaged_kernels.cpu.linear import ARGUMENTS, PANEL, STORAGE, linear, pack
+from tests.kernels.cpu.lanes import load_with_other_lanes
 
 DTYPES = [torch.float32, torch.bfloat16]
 # [N, K]: panels that fill a task or do not, and none, one, two and four blocks of K.
@@ -97,18 +96,9 @@ def test_every_float16_is_the_float32_that_it_stands_for():
         assert all(torch.equal((row + 0.0).view(torch.int32), (every.float() + 0.0).view(torch.int32)) for row in got)
 
 
-def test_sixteen_lanes_give_the_bits_of_eight(tmp_path, monkeypatch):
-    monkeypatch.setenv(CACHE, str(tmp_path / "built"))
-    libraries = []
-    for path in [SOURCE.with_name("linear.cpp"), *SOURCE.parent.glob("*.h")]:
-        shutil.copy(path, tmp_path)
-    for lanes in (8, 16):
-        source = tmp_path / f"linear_{lanes}.cpp"
-        converts = (
-            "" if lanes == 8 else "#undef __F16C__\n"
-        )  # by instructions that not every CPU has, or by our own code
-        source.write_text(f'{converts}#define WIDE_LANES {lanes}\n#include "linear.cpp"\n')
-        libraries.append(load(source))
+def test_sixteen_lanes_give_the_bits_of_eight(tmp_path):
+    """And float16 is converted alike by instructions, which not every CPU has, and by our own code."""
+    libraries = load(SOURCE), load_with_other_lanes(tmp_path, "linear", before="#undef __F16C__\n")
     for name, dtype, stored in WAYS:
         for n, k in SHAPES:
             for rows in (1, 2, 3, 4, 5, 7, 9, 12, 13, 50):

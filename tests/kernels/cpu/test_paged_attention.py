@@ -12,6 +12,7 @@ from specpaged_kernels.cpu.build import CACHE, load
 from specpaged_kernels.cpu.library import POINTER, SIZE, SOURCE
 from specpaged_kernels.paged_attention import paged_attention_ref
 from specpaged_kernels.store_kv import store_kv_ref
+from tests.kernels.cpu.lanes import load_with_other_lanes
 from tests.kernels.cpu.world import World
 
 # (context, query tokens) of each sequence
@@ -179,8 +180,6 @@ def test_few_rows_have_the_bits_that_they_have_among_many(head_dim, num_tokens):
 
 # What `divide` draws: tokens of two sequences, at most three in a tile.
 DIVIDE = """
-#include "paged_attention.cpp"
-
 extern "C" int64_t divided(int64_t num_seqs, const int32_t* cu_query_lens, int64_t num_wanted, const int64_t* wanted,
                            int most, int32_t* tiles) {
     Pass pass{};
@@ -196,21 +195,14 @@ extern "C" int64_t divided(int64_t num_seqs, const int32_t* cu_query_lens, int64
 
 
 @pytest.fixture(scope="module")
-def libraries(tmp_path_factory):
-    """The kernel and `divided`, built with 8 and with 16 lanes."""
-    folder = tmp_path_factory.mktemp("attention")
-    for path in [SOURCE.with_name("paged_attention.cpp"), *SOURCE.parent.glob("*.h")]:
-        shutil.copy(path, folder)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(CACHE, str(folder / "built"))
-        for lanes in (8, 16):
-            (folder / f"lanes_{lanes}.cpp").write_text(f"#define WIDE_LANES {lanes}\n{DIVIDE}")
-        return [load(folder / f"lanes_{lanes}.cpp") for lanes in (8, 16)]
+def other(tmp_path_factory):
+    """The kernel with as many lanes as that of this processor does not have, and `divided`."""
+    return load_with_other_lanes(tmp_path_factory.mktemp("attention"), "paged_attention", behind=DIVIDE)
 
 
-def test_sixteen_lanes_give_the_bits_of_eight(libraries, monkeypatch):
+def test_sixteen_lanes_give_the_bits_of_eight(other, monkeypatch):
     got = []
-    for library in libraries:
+    for library in (load(SOURCE), other):
         functions = {torch.float32: library.paged_attention_float32, torch.bfloat16: library.paged_attention_bfloat16}
         for function in functions.values():
             function.argtypes = ARGUMENTS
@@ -226,14 +218,12 @@ def test_sixteen_lanes_give_the_bits_of_eight(libraries, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def divided(libraries):
-    library = libraries[0]
-
+def divided(other):
     def tiles(query_lens: list[int], wanted: list[int] | None, most: int) -> list[tuple[int, int, int]]:
         bounds = torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32)
         rows = torch.tensor(wanted or [0], dtype=torch.int64)
         found = torch.zeros(sum(query_lens) + 1, 3, dtype=torch.int32)
-        count = library.divided(
+        count = other.divided(
             ctypes.c_int64(len(query_lens)), ctypes.c_void_p(bounds.data_ptr()),
             ctypes.c_int64(-1 if wanted is None else len(wanted)), ctypes.c_void_p(rows.data_ptr()), most,
             ctypes.c_void_p(found.data_ptr()),

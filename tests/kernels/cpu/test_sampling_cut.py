@@ -14,10 +14,10 @@ import torch
 from specpaged.sampling.processors import process_rows
 from specpaged.sampling.request import Row, SamplingRequest
 from specpaged.sampling_params import SamplingParams
-from specpaged_kernels.cpu import sampling
-from specpaged_kernels.cpu.build import CACHE
+from specpaged_kernels.cpu import build, sampling
 from specpaged_kernels.cpu.library import SOURCE
 from specpaged_kernels.cpu.sampling import Choice, choose
+from tests.kernels.cpu.lanes import QUICK_FLAGS, other_lanes
 
 NEG_INF = float("-inf")
 V = 40_003
@@ -159,16 +159,20 @@ def test_of_several_infinite_logits_the_first_is_chosen_whatever_noise_says():
 
 
 def test_every_number_of_lanes_and_every_instruction_set_gives_the_same_tokens(tmp_path, monkeypatch):
-    monkeypatch.setenv(CACHE, str(tmp_path / "built"))
     for path in [*SOURCE.parent.glob("*.cpp"), *SOURCE.parent.glob("*.h")]:
         shutil.copy(path, tmp_path)
     plain = "#undef __AVX512F__\n#undef __AVX2__\n"  # C++ alone, where there are instructions
     rows = torch.cat([row_of(kind) for kind in KINDS])
     choices = [choice._replace(keys=(5, 6, 7)) for choice in CHOICES]
     expected = [choose(rows, [choice] * len(rows), wants_logprobs=True) for choice in choices]
+    monkeypatch.setenv(build.CACHE, str(tmp_path / "built"))
+    monkeypatch.setattr(build, "FLAGS", QUICK_FLAGS)
     try:
-        for name, before in (("as_8", "#define WIDE_LANES 8\n"), ("as_16", "#define WIDE_LANES 16\n"),
-                             ("plain_8", plain), ("plain_16", plain + "#define WIDE_LANES 16\n")):  # fmt: skip
+        for name, before in (
+            ("other", f"#define WIDE_LANES {other_lanes()}\n"),
+            ("plain_8", f"{plain}#define WIDE_LANES 8\n"),
+            ("plain_16", f"{plain}#define WIDE_LANES 16\n"),
+        ):
             source = tmp_path / f"{name}.cpp"
             source.write_text(before + '#include "sampling.cpp"\n')
             monkeypatch.setattr(sampling, "SOURCE", source)
