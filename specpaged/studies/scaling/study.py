@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from specpaged.modeling.loading import load_tokenizer
+from specpaged.modeling.flat.config import why_not
+from specpaged.modeling.loading import load_config, load_tokenizer
 from specpaged.prompts import clip
 from specpaged.studies.environment import environment
 from specpaged.studies.result import Result, Row
@@ -57,6 +58,8 @@ class Study:
             raise ValueError(f"--model={options.target!r} has no tokenizer; allowed: a checkpoint with one")
         if options.max_tokens >= longest:
             raise ValueError(f"--max-tokens={options.max_tokens} must be below the target's {longest} positions")
+        for draft in options.drafts or ():
+            _check_draft(draft, tokenizer)
         prompts = [tokenizer.encode(text) for text in options.texts]
         learned, measured = ([], prompts) if options.drafts is not None else split(prompts)
         learned, _ = clip(learned, options.recipe.sequence_length // 2)
@@ -195,9 +198,20 @@ class Study:
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
-def _positions(target: str) -> int:
-    from specpaged.modeling.loading import load_config
+def _check_draft(draft: DraftPoint, tokenizer: Any) -> None:
+    """Raise ValueError unless the flat decoder covers a draft, and its tokens are those of the target's tokenizer."""
+    reason = why_not(load_config(draft.path), trust_remote_code=False)
+    if reason is not None:
+        raise ValueError(f"--drafts: {draft.path!r} is of no family whose acceptance is counted here: {reason}")
+    own = load_tokenizer(draft.path, False)
+    if own is not None and own.get_vocab() != tokenizer.get_vocab():
+        raise ValueError(
+            f"--drafts: {draft.path!r} has another vocabulary than the target, of {len(own)} and {len(tokenizer)} "
+            "tokens; allowed: drafts of the target's vocabulary"
+        )
 
+
+def _positions(target: str) -> int:
     return int(load_config(target).max_position_embeddings)
 
 

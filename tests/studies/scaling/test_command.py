@@ -55,7 +55,8 @@ def test_a_study_ends_in_tables_a_picture_and_json(study, tokenizer_pair):
     assert {row["role"] for row in printed["rows"]} == {"fit", "size", "training", "both"}
     assert {row["size"] for row in printed["rows"] if row["role"] == "both"} == {"32x2"}
     notes = printed["notes"]
-    assert {law["law"] for law in notes["laws"]} > {"training, 64", "size, 1200 tokens", "both"}
+    last = max(row["tokens"] for row in printed["rows"])
+    assert {law["law"] for law in notes["laws"]} > {"training, 64", f"size, {last} tokens", "both"}
     assert [best["B"] for best in notes["optima"]] == [1, 2]
     assert {row["identical"] for row in notes["sweep"]} == {1}  # of one round: drafts decide no token
     # What a batch accepts is what one sequence accepts.
@@ -150,6 +151,24 @@ def test_a_users_mistake_ends_in_one_sentence_before_anything_runs(
     result = scaling(*(part for pair in (defaults | given).items() for part in pair))
     assert result.exit_code == 2, result.output
     assert message in flat(result)
+
+
+def test_drafts_whose_tokens_mean_something_else_are_refused(tokenizer_pair, prompts_file, tmp_path):
+    drafts = []
+    for width in (32, 48, 64):
+        toys.model(hidden_size=width).save_pretrained(tmp_path / str(width))
+        drafts.append(str(tmp_path / str(width)))
+    tokenizer = toys.byte_tokenizer()
+    tokenizer.add_tokens(["<another>"])
+    tokenizer.save_pretrained(drafts[1])
+    result = scaling(
+        "--model", tokenizer_pair.target, "--prompts", prompts_file, "--work", tmp_path / "work", "--drafts",
+        ",".join(drafts),
+    )  # fmt: skip
+    assert result.exit_code == 2
+    assert "has another vocabulary than the target, of 301 and 300 tokens; allowed: drafts of the target's" in flat(
+        result
+    )
 
 
 def test_two_drafts_of_one_name_are_told_apart_or_refused(tokenizer_pair, prompts_file, tmp_path):
