@@ -55,6 +55,9 @@ def scaling(
     max_tokens: options.MaxTokens = 96,
     rounds: options.Rounds = 3,
     round_seconds: Annotated[float, typer.Option(help="Of timing rounds, for each draft and batch size.")] = 4.0,
+    clock: Annotated[
+        str, typer.Option(help="'wall', or 'cpu': time in which this process runs, where others share its core.")
+    ] = "wall",
     threads: options.Threads = 1,
     out: options.Out = None,
 ) -> None:

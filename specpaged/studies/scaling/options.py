@@ -14,6 +14,7 @@ from specpaged.studies.scaling.drafts import DraftPoint, check_sizes, read_draft
 from specpaged.training.scaling.recipe import Recipe, check_work
 from specpaged.training.scaling.shape import parse_shapes
 
+CLOCKS = ("wall", "cpu")
 STAGES = ("train", "acceptance", "speed", "fit")
 LEAST_SIZES = 3  # that a law of size is fitted to
 MIN_PROMPTS = 4
@@ -35,6 +36,7 @@ class ScalingOptions:
     max_tokens: int
     rounds: int
     round_seconds: float
+    clock: str  # of CLOCKS
     hold_out: str | None  # a size; None: none
     threads: int
     seconds: float  # of training, at most, before the command ends
@@ -61,6 +63,7 @@ class ScalingOptions:
         max_tokens: int,
         rounds: int,
         round_seconds: float,
+        clock: str,
         hold_out: str | None,
         threads: int,
         minutes: float | None,
@@ -82,6 +85,9 @@ class ScalingOptions:
             raise ValueError(f"--minutes={minutes:g} must be more than 0")
         if round_seconds <= 0:
             raise ValueError(f"--round-seconds={round_seconds:g} must be more than 0")
+        check_choice("--clock", clock, CLOCKS)
+        if clock == "cpu" and threads > 1:
+            raise ValueError(f"--clock='cpu' adds up the time of --threads={threads}; allowed: 'wall', or one thread")
         target = model or EMBEDDED_TARGET
         vocab_size(target)
         texts = tuple(record.text for record in evenly_spread(load_prompts(prompts), num_prompts))
@@ -117,6 +123,7 @@ class ScalingOptions:
             max_tokens,
             rounds,
             round_seconds,
+            clock,
             _held_out(hold_out, names, own),
             threads,
             float("inf") if minutes is None else 60 * minutes,

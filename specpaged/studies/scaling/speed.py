@@ -1,13 +1,16 @@
 """What needs a clock: rounds by size, batch and K; a sweep of sizes, each at its best K; and one draft by batch size.
 
-The one part of the study that other work on the machine disturbs. It takes minutes, and is a stage of its own.
+The one part of the study that other work on the machine disturbs. It takes minutes, and is a stage of its own. By the
+clock "cpu" only the time counts in which this process runs, as neighbours on its core leave it; who has several threads
+needs "wall".
 """
 
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -19,6 +22,7 @@ from specpaged.studies.scaling.counts import MOST_DRAFTS, Counts
 from specpaged.studies.scaling.drafts import DraftPoint
 from specpaged.studies.workload import Pair, Run, Workload
 
+CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
 TIMED_LEN = 512  # positions of engines whose rounds are timed
 Progress = Callable[[str, int], Callable[[int], object]]
 
@@ -33,6 +37,7 @@ class Clocked:
     longest: int  # positions of the target
     rounds: int  # turns of everybody in a sweep
     round_seconds: float  # of timing rounds, for each draft and batch size
+    clock: str  # of CLOCKS
 
     def llm(self, draft: DraftPoint | None, num_drafts: int, batch_size: int, max_model_len: int | None = None) -> LLM:
         """An engine of its defaults, but for a fixed K; of no draft one that decodes plainly."""
@@ -49,14 +54,17 @@ class Clocked:
         return SamplingParams(temperature=0.0, max_tokens=self.max_tokens, detokenize=False)
 
     def decode(self, llm: LLM) -> Run:
-        """All prompts, as all studies decode theirs."""
-        return Workload(Pair(self.target, ""), self.prompts, self.params, 0, None, {}, 0).decode(llm)
+        """All prompts, as all studies decode theirs; in seconds of the clock."""
+        clock = CLOCKS[self.clock]
+        start = clock()
+        run = Workload(Pair(self.target, ""), self.prompts, self.params, 0, None, {}, 0).decode(llm)
+        return replace(run, seconds=clock() - start)
 
 
 def time_rounds(clocked: Clocked, draft: DraftPoint, batch_sizes: Sequence[int]) -> dict[int, list[float]]:
     """By batch size the seconds of a round at each K, 0 first. ValueError where there is no KV for one of the sizes."""
     llm = clocked.llm(draft, MOST_DRAFTS, max(batch_sizes), min(TIMED_LEN, clocked.longest))
-    timer = RoundTimer(llm.engine, clocked.prompts, clocked.params)
+    timer = RoundTimer(llm.engine, clocked.prompts, clocked.params, CLOCKS[clocked.clock])
     seconds = {}
     for batch_size in batch_sizes:
         of_size = timer.round_seconds(batch_size, llm.config.num_scheduler_steps, clocked.round_seconds)

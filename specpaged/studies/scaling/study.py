@@ -150,7 +150,7 @@ class Study:
         middle = finals[len(finals) // 2]
         sizes = sorted({*options.batch_sizes, *(b for b in (1, 2, 4, 8, 16, 32) if b < max(options.batch_sizes))})
         of_middle = speed.by_batch_size(clocked, middle, options.num_speculative_tokens, sizes, progress)
-        values = {"key": self._key(), "environment": environment(options.threads)}
+        values = {"key": self._key(), "environment": environment(options.threads) | {"clock": options.clock}}
         write_json(options.work / "speed.json", values | {"rounds": rounds, "sweep": swept, "batch": of_middle})
 
     def _fit(self, drafts: Sequence[DraftPoint]) -> Result:
@@ -189,7 +189,13 @@ class Study:
     def _clocked(self) -> speed.Clocked:
         options = self.options
         return speed.Clocked(
-            options.target, self.measured, options.max_tokens, self.longest, options.rounds, options.round_seconds
+            options.target,
+            self.measured,
+            options.max_tokens,
+            self.longest,
+            options.rounds,
+            options.round_seconds,
+            options.clock,
         )
 
     def _key(self) -> str:

@@ -11,7 +11,7 @@ from specpaged.training.scaling.run import TrainingRun
 from tests import toys
 
 TRAINING = "--sizes 32,64,96,32x2 --checkpoints 300,600,1200 --continuations 24 --sequence-length 48 --batch-size 4"
-MEASURING = "--max-tokens 12 --batch-sizes 1,2 --num-speculative-tokens 3 --rounds 1 --round-seconds 1e-6"
+MEASURING = "--max-tokens 12 --batch-sizes 1,2 --num-speculative-tokens 3 --rounds 1 --round-seconds 1e-6 --clock cpu"
 TRAINING, MEASURING = TRAINING.split(), MEASURING.split()
 
 
@@ -126,6 +126,8 @@ def flat(result):
         (("--max-tokens", 512), "--max-tokens=512 must be below the target's 512 positions"),
         (("--num-prompts", 2), "--prompts holds 2 prompts; allowed: 4 or more"),
         (("--model", "NOWHERE"), "is no directory"),
+        (("--clock", "sun"), "--clock='sun' is not known; allowed: 'wall', 'cpu'"),
+        (("--clock", "cpu", "--threads", 2), "--clock='cpu' adds up the time of --threads=2; allowed: 'wall'"),
         (("--minutes", -1), "--minutes=-1 must be more than 0"),
         (("--out", "BAD/results"), "cannot be written; allowed: a folder"),
         (("--work", "BAD/study"), "cannot be written; allowed: a folder"),
