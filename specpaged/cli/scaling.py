@@ -87,6 +87,9 @@ def _prepare(arguments: dict[str, Any]) -> Study:
     from specpaged.studies.scaling.options import ScalingOptions
 
     read = ScalingOptions.read(**arguments)
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()  # one for every draft that is kept, among ours
     from specpaged.studies.scaling.study import Study
 
     return Study.prepare(read)

@@ -53,11 +53,12 @@ class Clocked:
         """Greedy, as acceptance is counted."""
         return SamplingParams(temperature=0.0, max_tokens=self.max_tokens, detokenize=False)
 
-    def decode(self, llm: LLM) -> Run:
-        """All prompts, as all studies decode theirs; in seconds of the clock."""
+    def decode(self, llm: LLM, num_prompts: int | None = None) -> Run:
+        """All prompts, or the first ones, as all studies decode theirs; in seconds of the clock."""
         clock = CLOCKS[self.clock]
         start = clock()
-        run = Workload(Pair(self.target, ""), self.prompts, self.params, 0, None, {}, 0).decode(llm)
+        prompts = self.prompts[:num_prompts]
+        run = Workload(Pair(self.target, ""), prompts, self.params, 0, None, {}, 0).decode(llm)
         return replace(run, seconds=clock() - start)
 
 
@@ -85,7 +86,7 @@ def play(clocked: Clocked, llms: Mapping[Any, LLM], advance: Callable[[int], obj
     """All engines by turns, in an order that rotates, each warmed up before; the runs of each."""
     runs: dict[Any, list[Run]] = {key: [] for key in llms}
     for llm in llms.values():
-        clocked.decode(llm)
+        clocked.decode(llm, llm.config.max_num_seqs)
         advance(1)
     keys = list(llms)
     for i in range(clocked.rounds):
