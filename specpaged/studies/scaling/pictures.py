@@ -13,21 +13,21 @@ MARKERS = "os^vD<>P*X"
 
 
 def draw(result: Result, path: Path) -> Path:
-    """Six fields: laws of training, of size, predictions; laws of batch size twice; and the optimum."""
+    """Laws of training, of size, predictions; where rounds were clocked laws of batch size, two, and the optimum."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, grid = plt.subplots(2, 3, figsize=(16, 9), layout="constrained")
+    num_rows = 2 if "optima" in result.notes else 1
+    figure, grid = plt.subplots(num_rows, 3, figsize=(16, 4.5 * num_rows), layout="constrained", squeeze=False)
     rows, laws = result.rows, {law["law"]: law for law in result.notes["laws"]}
     if any(row["tokens"] is not None for row in rows):
         _groups(grid[0][0], rows, laws, "tokens", "size", "training, {}")
     _groups(grid[0][1], rows, laws, "parameters", "tokens", "size, {} tokens" if "both" in laws else "size")
     _predicted(grid[0][2], rows)
-    if result.notes.get("batch"):
-        _batch(grid[1][0], grid[1][1], result.notes["batch"], laws)
     if "optima" in result.notes:
+        _batch(grid[1][0], grid[1][1], result.notes["batch"], laws)
         _optima(grid[1][2], result.notes)
     for axes in grid.flat:
         if not axes.has_data():
