@@ -55,6 +55,10 @@ CONTROL_PLANE = [
     "specpaged.speculation.stop_rule",
     "specpaged.speculation.tetris",
     "specpaged.speculative_config",
+    "specpaged.studies.scaling.fits",
+    "specpaged.studies.scaling.laws",
+    "specpaged.studies.scaling.optimum",
+    "specpaged.studies.scaling.options",
 ]
 
 

@@ -1,4 +1,5 @@
-"""The studies' command line: `specpaged bench equivalence | throughput | overhead | grouping | ablation | rollback`.
+"""The studies' command line: `specpaged bench equivalence | throughput | overhead | grouping | ablation | rollback |
+scaling`.
 
 Each prints a table, writes CSV, JSON and plots if asked to, and ends in one line of JSON.
 """
@@ -16,6 +17,7 @@ from rich.console import Console
 
 import specpaged.cli.study_options as options
 from specpaged.cli.printing import checked
+from specpaged.cli.scaling import scaling
 from specpaged.cli.study_progress import progress_bars
 from specpaged.studies.method import SCHEDULE_OF
 
@@ -24,8 +26,10 @@ if TYPE_CHECKING:  # torch takes seconds to import: --help does without
     from specpaged.studies.workload import Options
 
 app = typer.Typer(
-    no_args_is_help=True, help="Studies of realignment: ways to roll back drafts, side by side under one engine."
+    no_args_is_help=True,
+    help="Studies: ways to roll back drafts, side by side under one engine; and what a draft's size brings.",
 )
+app.command()(scaling)
 console = Console(width=None if sys.stdout.isatty() else 160)
 
 
