@@ -2,6 +2,7 @@
 # make test     run the tests       make lint   ruff, formatting included
 # make bench    benchmarks          make bench-rollback   what rolling back costs, with a picture in OUT
 # make bench-adaptive  decisions of every step beside every fixed K, on pairs of every kind, with 1 and 2 threads
+# make bench-overlap  drafts for half a batch while the target verifies the other half, beside drafts behind it
 # make bench-peers  OpenVINO GenAI and llama.cpp, built here into .venv-peers, beside ours on this CPU
 # make sanitize the C++ kernels' tests under the address and undefined-behaviour sanitizers
 # make install-vllm  vLLM for CPUs beside it (make test does so)
@@ -17,7 +18,7 @@ VLLM ?= $(if $(filter Linux-x86_64,$(shell uname -sm | tr ' ' -)),install-vllm)
 TORCH_INDEX_URL ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org/whl/cpu)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: install install-vllm demo test variants lint format bench bench-rollback bench-adaptive bench-peers sanitize test-oldest clean
+.PHONY: install install-vllm demo test variants lint format bench bench-rollback bench-adaptive bench-overlap bench-peers sanitize test-oldest clean
 
 install: $(VENV)/.installed
 
@@ -65,6 +66,10 @@ bench-adaptive: install
 	  $(BIN)/python -m benchmarks.adaptive --threads $$threads --pairs "$(PAIRS)" --batch-sizes 1,8,32 --ks 1,2,5 \
 	    --out $(OUT)/adaptive; \
 	done
+
+# Two threads together, and one for each lane, on the same cores.
+bench-overlap: install
+	$(BIN)/python -m benchmarks.overlap --threads 2 --out $(OUT)/overlap
 
 # What cannot be installed is named by the benchmark, and left out. Why there are two builds: benchmarks/cpu_peers/ways.py
 AVX2 := -DGGML_NATIVE=OFF $(foreach set,SSE42 AVX AVX2 BMI2 FMA F16C,-DGGML_$(set)=ON)

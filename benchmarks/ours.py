@@ -6,7 +6,7 @@ import functools
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -52,9 +52,17 @@ class Run:
 
 
 class Ours:
-    """One loaded engine. K = 0 has no draft model at all: it is the plain path."""
+    """One loaded engine. K = 0 has no draft model at all: it is the plain path. `engine` is what else LLM takes."""
 
-    def __init__(self, name: str, numerics: str, output_len: int, target: str | None = None, **speculative: Any):
+    def __init__(
+        self,
+        name: str,
+        numerics: str,
+        output_len: int,
+        target: str | None = None,
+        engine: Mapping[str, Any] | None = None,
+        **speculative: Any,
+    ):
         self.name = name
         self.numerics = numerics
         self.llm = LLM(
@@ -65,14 +73,14 @@ class Ours:
             max_model_len=MAX_MODEL_LEN,
             max_num_seqs=MAX_NUM_SEQS,
             max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
+            **(engine or {}),
         )
         self.params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False)
         self.forward_seconds = self.deciding_seconds = 0.0
         self._is_clocked = False
-        engine = self.llm.engine
-        for runner in (engine.target, engine.draft):
+        for runner in (self.llm.engine.target, self.llm.engine.draft):
             self._clock(runner, _PASSES, "forward_seconds")
-        planner = engine.speculative_step.planner
+        planner = self.llm.engine.speculative_step.planner
         self._clock(planner, _DECIDING, "deciding_seconds")
         self._clock(planner and planner.clock, _LISTENING, "deciding_seconds")
 

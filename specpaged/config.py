@@ -17,6 +17,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTION_BACKENDS = ("auto", "torch", "cpp", "triton", "xformers")
 MODEL_IMPLS = ("auto", "flat", "transformers")
 SCHEDULES = ("continuous", "eqspec", "exspec")
+BY_HALVES = ("overlap", "auto")  # schedules, too, of batches that may go by halves
 ROLLBACKS = ("truncate", "repad", "gather", "compact", "group", "batch_min")
 MIN_WINDOW = 48  # of EXSPEC by default, as in the paper (arXiv 2510.22876)
 
@@ -50,9 +51,12 @@ class EngineConfig:
     Triton's kernels. What it does not cover (prefill, adaptive K, lookups, heads, rejection sampling, log-probabilities
     and logits that more than a temperature is done to) is the host's, as ever. Outputs are the same in every way.
 
-    `schedule` and `rollback` are for studies; what comes out of a request is the same with all of them. `schedule`:
-    "eqspec" runs fixed batches to their end; "exspec" holds a `window` of sequences (default: 48, or half as many again
-    as max_num_seqs) and runs batches of equal length out of it, else its oldest (if `sort_by_length`, its shortest).
+    `schedule` says who takes part in a step; what comes out of a request is the same with all of them. "continuous":
+    whoever can run, with drafts made behind the target's pass. "overlap" (MineDraft, arXiv 2603.18016): one half of the
+    batch, while drafts are made for the other one, on two groups of cores, or two streams of a GPU. "auto": the same
+    where it has been measured to be faster, else "continuous". The others, and `rollback`, are for studies. "eqspec"
+    runs fixed batches to their end; "exspec" holds a `window` of sequences (default: 48, or half as many again as
+    max_num_seqs) and runs batches of equal length out of it, else its oldest (if `sort_by_length`, its shortest).
     `rollback` other than "truncate" keeps KV in dense, left-padded batches: see specpaged.research.
     """
 
@@ -120,14 +124,18 @@ class EngineConfig:
     @property
     def rounds_per_step(self) -> int:
         """At most: others than this schedule and rollback have something to do behind every round."""
-        return self.num_scheduler_steps if self.schedule == "continuous" and self.rollback == "truncate" else 1
+        return 1 if self._is_for_studies else self.num_scheduler_steps
+
+    @property
+    def _is_for_studies(self) -> bool:
+        return self.schedule not in ("continuous", *BY_HALVES) or self.rollback != "truncate"
 
     def _check_schedule_and_rollback(self) -> None:
-        check_choice("schedule", self.schedule, SCHEDULES)
+        check_choice("schedule", self.schedule, (*SCHEDULES, *BY_HALVES))
         check_choice("rollback", self.rollback, ROLLBACKS)
         check_bool("sort_by_length", self.sort_by_length)
-        is_for_studies = self.schedule != "continuous" or self.rollback != "truncate"
-        speculative = self.speculative_config
+        self._check_halves()
+        is_for_studies, speculative = self._is_for_studies, self.speculative_config
         if is_for_studies and speculative is not None and speculative.decides:
             name = "selection" if speculative.selection == "tetris" else "num_speculative_tokens"
             raise ValueError(
@@ -166,6 +174,22 @@ class EngineConfig:
                 f"rollback='compact' is a Triton kernel and needs a GPU; device={self.device!r} (Triton's interpreter, "
                 f"TRITON_INTERPRET=1, is for tests); allowed here: {', '.join(r for r in ROLLBACKS if r != 'compact')}"
             )
+
+    def _check_halves(self) -> None:
+        if self.schedule not in BY_HALVES:
+            return
+        if self.rollback != "truncate":
+            raise ValueError(
+                f"schedule={self.schedule!r} changes page tables between two passes alone; rollback={self.rollback!r} "
+                "moves KV of the whole batch; allowed beside it: rollback='truncate'"
+            )
+        if self.device_round:
+            raise ValueError(
+                f"device_round=True leaves drafts and verification to one call of the device, and schedule="
+                f"{self.schedule!r} runs one beside the other; allowed: one of the two"
+            )
+        if self.schedule == "overlap" and self.speculative_config is None:
+            raise ValueError("schedule='overlap' hides drafting, and nobody drafts: speculative_config=None")
 
 
 def _interprets_triton() -> bool:

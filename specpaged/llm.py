@@ -10,7 +10,7 @@ from typing import Any
 from tqdm import tqdm
 
 from specpaged.chat import ChatRenderer, Conversation, conversations
-from specpaged.config import EMBEDDED_DRAFT, EMBEDDED_TARGET, EngineConfig
+from specpaged.config import BY_HALVES, EMBEDDED_DRAFT, EMBEDDED_TARGET, EngineConfig
 from specpaged.drafting import get_drafter, require_drafter
 from specpaged.engine import kv_memory
 from specpaged.engine.build import engine_class
@@ -271,7 +271,7 @@ def _engine_config(
         )
     if speculative_config is not None:
         is_for_studies = (
-            engine_arguments.get("schedule", "continuous") != "continuous"
+            engine_arguments.get("schedule", "continuous") not in ("continuous", *BY_HALVES)
             or engine_arguments.get("rollback", "truncate") != "truncate"
         )
         speculative_config = speculative_config.resolved(engine_arguments.get("device", "cpu"), is_for_studies)

@@ -145,7 +145,9 @@ class EngineMetrics(DraftCounters):
     Proposed tokens were drafted, whether or not they were selected to be verified. Draft blocks are those of a pool
     that is the draft's alone; requests without draft KV found no room in it, or no more, and decode plainly. In short
     steps drafts had no blocks of their own, as the target's pool had run out of them; released draft tokens were given
-    back for that before they were verified.
+    back for that before they were verified. In
+    overlapped steps, each of one half of the batch, drafts were made for the other one meanwhile: their seconds are
+    wall time, of which "score" and "verify" have as much as the one took, and "propose" as much as the other.
     """
 
     steps: int = 0
@@ -178,6 +180,8 @@ class EngineMetrics(DraftCounters):
     short_steps: int = 0
     released_draft_tokens: int = 0
     requests_without_draft_kv: int = 0
+    overlapped_steps: int = 0
+    overlapped_seconds: float = 0.0
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
 
     @override

@@ -57,7 +57,8 @@ class SpeculativeConfig:
     `numerics` is the draft's own: only the target decides tokens, so a fast draft costs nothing in exactness; nor does
     `kv_cache_dtype`, what its keys and values are stored as ("auto": in the dtype of its arithmetic). A draft model may
     have a KV pool of its own, `kv_cache_memory_bytes` out of the engine's: who finds no room in it decodes plainly. A
-    `kv_window` of so many tokens, the first four of a sequence and its last ones, is all of it that the draft reads.
+    `kv_window` of so many tokens, the first four of a sequence and its last ones, is all of it that the draft reads. It
+    may be on another `device`, such as "cuda:1": with schedule="overlap", beside the target's passes.
     `num_speculative_tokens` is K at every batch size; with "auto", the default, it is decided in every step, from
     measured cost and acceptance, and is `max_num_speculative_tokens` at most (8 by default).
     `num_speculative_tokens_per_batch_size` holds [first, last, K] ranges of the number of running sequences instead
@@ -76,6 +77,7 @@ class SpeculativeConfig:
     kv_cache_dtype: str = "auto"
     kv_cache_memory_bytes: int | None = None
     kv_window: int | None = None
+    device: str | None = None
     verification: str = "coupled"
     prompt_lookup_min: int | None = None
     prompt_lookup_max: int | None = None
@@ -96,10 +98,10 @@ class SpeculativeConfig:
         with_kv = f"methods with a model; method {self.method!r} has no KV"
         has_kv = self.model_method is not None or self.kv_cache_dtype == "auto"
         check_use("speculative_config['kv_cache_dtype']", self.kv_cache_dtype, has_kv, with_kv)
-        for name, least in (("kv_cache_memory_bytes", 1), ("kv_window", MIN_KV_WINDOW)):
+        for name, least in (("device", None), ("kv_cache_memory_bytes", 1), ("kv_window", MIN_KV_WINDOW)):
             value, drafts_alone = getattr(self, name), f"method 'draft_model' alone; method={self.method!r}"
             check_use(f"speculative_config[{name!r}]", value, self.method == "draft_model", drafts_alone)
-            if value is not None:
+            if value is not None and least is not None:
                 check_int(f"speculative_config[{name!r}]", value, least)
         check_choice("speculative_config['verification']", self.verification, VERIFICATIONS)
         if self.num_speculative_tokens not in (None, "auto"):

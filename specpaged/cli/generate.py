@@ -35,6 +35,7 @@ def generate(
     draft_kv_cache_memory_bytes: options.DraftKVMemory = None,
     draft_kv_window: options.DraftKVWindow = None,
     block_size: options.BlockSize = None,
+    schedule: options.Schedule = "continuous",
     device: options.Device = "cpu",
     numerics: options.Numerics = "exact",
     attention_backend: options.AttentionBackend = "auto",

@@ -67,6 +67,13 @@ Numerics = Annotated[str, typer.Option(help=f"One of {', '.join(NUMERICS)}.")]
 AttentionBackend = Annotated[str, typer.Option(help=f"One of {', '.join(ATTENTION_BACKENDS)}.")]
 ModelImpl = Annotated[str, typer.Option(help=f"One of {', '.join(MODEL_IMPLS)}.")]
 EnforceEager = Annotated[bool, typer.Option("--enforce-eager", help="No CUDA graphs.")]
+Schedule = Annotated[
+    str,
+    typer.Option(
+        help="continuous: drafts behind the target; overlap: of one half of the batch while the target runs the other; "
+        "auto: the quicker of the two, as measured meanwhile."
+    ),
+]
 Device = Annotated[str, typer.Option(help="'cpu' or 'cuda[:index]'.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads of a pass. Default: torch's choice.")]
 Output = Annotated[Path | None, typer.Option(help="Write the completions as JSON lines.")]

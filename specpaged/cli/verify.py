@@ -37,6 +37,7 @@ def verify(
     dtype: options.DType = "auto",
     kv_cache_dtype: options.KVCacheDType = "auto",
     draft_kv_cache_dtype: options.DraftKVCacheDType = "auto",
+    schedule: options.Schedule = "continuous",
     device: options.Device = "cpu",
     numerics: options.Numerics = "exact",
     attention_backend: options.AttentionBackend = "auto",

@@ -73,7 +73,8 @@ class DraftOutput:
 class Drafter(Protocol):
     """Proposes tokens; never decides any. Who derives from it has to write `propose` alone.
 
-    `propose` and `forget` are called between two steps, one at a time, and what is handed over stays as it is.
+    `propose` and `forget` are called between two steps, one at a time, and what is handed over stays as it is. With
+    schedule="overlap", `propose` is called from a thread of its own while the target runs for others.
     """
 
     hidden_states: HiddenStatesRequest | None = None  # what it reads of the target

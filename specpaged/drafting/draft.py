@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from specpaged.speculation.acceptance import logits_of
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 _LONGEST_MATCH = 6  # of prompt lookup: longer ones say no more
@@ -55,6 +56,10 @@ class Draft:
             self.found,
         )
 
+    def on(self, device: torch.device) -> Draft:
+        """The draft with its probabilities on a device, if it has any."""
+        return self if self.probs is None else replace(self, probs=self.probs.to(device))
+
 
 NO_DRAFT = Draft()
 
@@ -67,3 +72,21 @@ def evidence_of(draft: Draft) -> list[float]:
     if draft.logprobs is not None:
         return logits_of(draft.logprobs)
     return [min(draft.num_matched, _LONGEST_MATCH) - _LONGEST_MATCH / 2] * len(draft)
+
+
+class Evidence(Sequence[float]):
+    """What `evidence_of` a draft comes to, when somebody reads it: outcomes are learned from now and then alone."""
+
+    __slots__ = ("_draft", "_values")
+
+    def __init__(self, draft: Draft):
+        self._draft = draft
+        self._values: list[float] | None = None
+
+    def __len__(self) -> int:
+        return len(self._draft)
+
+    def __getitem__(self, j: int) -> float:
+        if self._values is None:
+            self._values = evidence_of(self._draft)
+        return self._values[j]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specpaged.config import EngineConfig
+from specpaged.config import BY_HALVES, EngineConfig
 from specpaged.engine.engine import Engine
+from specpaged.engine.overlap_engine import OverlapEngine
 from specpaged.modeling.loaded_model import LoadedModel
 
 
@@ -15,6 +16,8 @@ def engine_class(config: EngineConfig, models: Sequence[LoadedModel]) -> type[En
     Raises:
         ValueError: the target's passes cannot be those of a device's own round.
     """
+    if config.schedule in BY_HALVES:
+        return OverlapEngine
     if not config.device_round:
         return Engine
     target = models[0]

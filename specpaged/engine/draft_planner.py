@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 
-from specpaged.drafting.draft import NO_DRAFT, Draft, evidence_of
+from specpaged.drafting.draft import NO_DRAFT, Draft, Evidence, evidence_of
 from specpaged.engine.followers import Followers
 from specpaged.engine.sequence import Sequence
 from specpaged.engine.step_clock import OFTEN, StepClock, ask
@@ -43,6 +43,8 @@ class DraftPlanner:
         self._sequences: list[Sequence] = []  # of the last plan
         self._plan = self._plan_again = Plan([])
         self._age, self._good_for = 0, 0  # steps since it was made, and that it is followed for
+        self._half: int | None = None  # whose plan it is, where batches go by halves
+        self._others: dict[int, tuple] = {}  # the other half's plan, and what goes with it
         self._proposals: dict[Sequence, Draft] = {}  # of which nobody knows yet what came of them
         self._outcomes: list[tuple[Sequence, Draft, SequenceOf[int]]] = []  # with what came in its place: to be told
         self._looked_next = 0  # the step whose drafts will be waited for, at the latest
@@ -55,6 +57,31 @@ class DraftPlanner:
     def costs(self) -> CostModel | None:
         """What passes take, as the controller knows it now; None of one that does not ask."""
         return getattr(self.controller, "costs", None)
+
+    def turn_to(self, half: int | None) -> None:
+        """Plans are those of one half of a batch from now on, of which the last one holds as ever; None: of all of it.
+
+        A half's passes run beside others, and so take longer: nothing of that is told to the controller.
+        """
+        self.clock.is_deaf = half is not None
+        if self.costs is not None:
+            self.costs.overlaps = half is not None
+        if half == self._half:
+            return
+        if None in (half, self._half):
+            self._others.clear()
+        else:
+            self._others[self._half] = self._sequences, self._plan, self._plan_again, self._age, self._good_for
+        self._half, nothing = half, ([], Plan([]), Plan([]), 0, 0)
+        (self._sequences, self._plan, self._plan_again, self._age, self._good_for) = self._others.pop(half, nothing)
+
+    @property
+    def drafts(self) -> bool:
+        """Whether the last plan has drafts in it, of either half; where a half has none yet, it may have."""
+        plans = [self._plan, *(plan for _, plan, *_ in self._others.values())]
+        if self._half is not None and not all(plan.num_draft_tokens for plan in plans):
+            return True
+        return any(any(plan.num_draft_tokens) or any(plan.lookups) for plan in plans)
 
     def plan(self, sequences: SequenceOf[Sequence], num_rounds: int = 1) -> Plan:
         """How much to draft for each of the sequences, which go on from so many rounds, and at whose to look back."""
@@ -81,7 +108,7 @@ class DraftPlanner:
         age, self._age, self._sequences = self._age, 0, list(sequences)
         too_early = max(0, self._good_for - age)  # steps: somebody has come
         self._plan = ask(self.controller.plan, candidates, age, otherwise=Plan([0] * len(sequences)))
-        if self._plan.tries_rows and self.follows_target:
+        if self._plan.tries_rows and (self.follows_target or self.clock.is_deaf):
             self._plan = Plan([0] * len(sequences))  # heads have to run what the target runs, and would not
         if self.followers is not None and not self._plan.lookups:  # whose finds those would lose, too
             self.followers.planned(sequences, self._plan.num_draft_tokens, age)
@@ -195,6 +222,7 @@ class DraftPlanner:
             others = [s for s in self._sequences if s is not sequence]
             if not (others and self._goes_on_with(others)):
                 self._sequences, self._plan = [], Plan([])
+        self._others = {half: known for half, known in self._others.items() if sequence not in known[0]}
         self._proposals.pop(sequence, None)
         if self.followers is not None:
             self.followers.forget(sequence)
@@ -233,10 +261,10 @@ class DraftPlanner:
         outcomes, self._outcomes = self._outcomes, []
         for sequence, draft, token_ids in outcomes:
             if draft and not draft.drafter:
-                ask(self.controller.observe_drafts, sequence, *outcome_of(draft, token_ids), _Evidence(draft))
+                ask(self.controller.observe_drafts, sequence, *outcome_of(draft, token_ids), Evidence(draft))
             for found in draft.found:
                 outcome = outcome_of(found, token_ids)
-                ask(self.controller.observe_lookup, found.drafter - 1, sequence, *outcome, _Evidence(found))
+                ask(self.controller.observe_lookup, found.drafter - 1, sequence, *outcome, Evidence(found))
 
 
 def outcome_of(draft: Draft, token_ids: SequenceOf[int]) -> tuple[int, int]:
@@ -250,24 +278,6 @@ def outcome_of(draft: Draft, token_ids: SequenceOf[int]) -> tuple[int, int]:
 def admits(planner: DraftPlanner | None) -> bool:
     """Whether a new sequence is to draft at all."""
     return planner is None or planner.followers is None or planner.followers.admits()
-
-
-class _Evidence(SequenceOf[float]):
-    """What `evidence_of` a draft comes to, when somebody reads it: outcomes are learned from now and then alone."""
-
-    __slots__ = ("_draft", "_values")
-
-    def __init__(self, draft: Draft):
-        self._draft = draft
-        self._values: list[float] | None = None
-
-    def __len__(self) -> int:
-        return len(self._draft)
-
-    def __getitem__(self, j: int) -> float:
-        if self._values is None:
-            self._values = evidence_of(self._draft)
-        return self._values[j]
 
 
 def num_unseen(sequence: Sequence) -> int:

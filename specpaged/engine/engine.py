@@ -220,13 +220,13 @@ class Engine:
         sequence.stop_checker = self.vocabulary.stop_checker(params, sequence.prompt_token_ids, room)
         return sequence
 
-    def _schedule(self) -> ScheduledStep:
+    def _schedule(self, may_be_empty: bool = False) -> ScheduledStep:
         """The next step, with the KV that it reads in its place. RuntimeError if nobody can run, and somebody waits."""
         with self._metrics.stage("schedule"):
             scheduled = self.scheduler.schedule()
             for sequence in scheduled.preempted:
                 self.speculative_step.forget(sequence)
-            if not scheduled.entries and len(self.scheduler):
+            if not (scheduled.entries or may_be_empty) and len(self.scheduler):
                 raise RuntimeError(f"no sequence can run, and {len(self.scheduler)} wait: {list(self.scheduler)}")
             for runner in self._runners[: self.kv_layout.num_shared_pools] if scheduled.forks else ():
                 self._metrics.fork_copied_bytes += runner.kv_cache.copy_blocks(scheduled.forks)

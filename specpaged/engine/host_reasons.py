@@ -37,6 +37,8 @@ def why_never(engine: Engine) -> str | None:
     for runner in (engine.target, engine.draft):
         if runner is not None and (runner.model.backend != "triton" or runner.model.implementation != "flat"):
             return "models"
+    if engine.draft is not None and engine.draft.model.device != engine.target.model.device:
+        return "devices"
     if config.schedule != "continuous" or config.rollback != "truncate":
         return "schedule"
     if config.max_num_seqs > BLOCKS[-1]:

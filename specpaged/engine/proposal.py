@@ -1,27 +1,31 @@
-"""What a step drafts behind its commit."""
+"""What a step drafts behind its commit: what is asked of the drafter, its answer, and what becomes of that."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from specpaged.drafting.base import DraftRow
 from specpaged.drafting.checked import DraftError
 from specpaged.drafting.combined import CombinedDrafter
 from specpaged.drafting.draft import NO_DRAFT, Draft
+from specpaged.drafting.draft_model import DraftModelDrafter
 from specpaged.engine.draft_planner import num_unseen
 from specpaged.engine.draft_row import draft_row, lacks_hidden_states
 from specpaged.engine.sequence import Sequence
+from specpaged.modeling.placement import on
 from specpaged.paging.block_allocator import IntegrityError
 from specpaged.paging.page_table import DRAFT
+from specpaged.sampling import get_sampling_batch
 from specpaged.speculation.controller import Plan
 
 if TYPE_CHECKING:
     from specpaged.engine.step import ScoredStep, SpeculativeStep
     from specpaged.sampling.batch import Noise, SamplingBatch
+    from specpaged.sampling.request import SamplingRequest
 
 logger = logging.getLogger("specpaged")
 
@@ -32,21 +36,103 @@ _FAR_BEHIND = 16  # tokens: of who drafts now and then, fewer wait for the draft
 Reserve = Callable[[SequenceOf[Sequence], SequenceOf[int] | None], list[int]]
 
 
-def propose(step: SpeculativeStep, scored: ScoredStep, reserve: Reserve) -> Noise:
-    """Give sequences that go on their next drafts, as `reserve` and the step's planner say; the noise that was drawn.
+@dataclass(slots=True)
+class Proposal:
+    """What a drafter is asked for: `make` has it answer, `keep` leaves the drafts with their sequences.
 
-    A drafter that fails leaves them without: whatever is drafted, outputs are the same, and nobody ends for it.
+    Page tables and sequences change in `keep` alone, and in `prepare` before. `make` runs the drafter over rows that
+    are values, and touches what is the drafter's own: its KV, and what it keeps by sequence.
     """
+
+    step: SpeculativeStep
+    rows: SequenceOf[DraftRow]
+    sampling: SamplingBatch  # of those who draft, then of those who look back
+    plan: Plan
+    drafting: SequenceOf[Sequence]
+    looking: SequenceOf[Sequence]
+    drafts: list[Draft] = field(default_factory=list)  # of `sampling`'s requests, once they are made
+    error: Exception | None = None  # why they could not be
+
+    def make(self) -> None:
+        """Ask the drafter. Raises IntegrityError; any other error is kept: whatever is drafted, nobody ends for it."""
+        target, device = self.step.target.model.device, self.sampling.device
+        try:
+            with on(device):
+                self.drafts = self.step.drafter.propose(self.rows, self.sampling, self.plan.stop_rule)
+                if device != target:
+                    self.drafts = [draft.on(target) for draft in self.drafts]
+        except IntegrityError:
+            raise
+        except Exception as error:
+            self.error = error
+
+    def keep(self) -> Noise:
+        """Give the sequences their drafts; the noise that was drawn. A drafter that has failed leaves them without."""
+        step, drafting = self.step, self.drafting
+        drafts, run = self._answer()
+        step.metrics.proposed_tokens += sum(map(len, drafts))
+        if step.planner is not None and any(draft or draft.found for draft in drafts):
+            drafts = step.planner.select(drafting, drafts)
+        if step.agree is not None and drafts:
+            agreed = step.agree([list(draft.token_ids) for draft in drafts])
+            drafts = [replace(draft, token_ids=ids) for draft, ids in zip(drafts, agreed, strict=True)]
+        for row, num_drafted in run:
+            if num_drafted:
+                num_drafted = min(num_drafted, len(drafts[row.request_idx]))
+            # Drafts have no hidden states of the target, and the newest token has none yet.
+            beyond = -1 if row.hidden_states is not None else max(0, num_drafted - 1)
+            row.sequence.page_table.advance(DRAFT, len(row.token_ids) + beyond)
+        for sequence, draft in zip(drafting, drafts, strict=True):
+            sequence.draft = draft
+        return self.sampling.noise if self.sampling.device == step.target.model.device else {}
+
+    def _answer(self) -> tuple[list[Draft], list[tuple[DraftRow, int]]]:
+        """The drafts of the requests that do not look back, and the rows that the drafter has run with KV of its own:
+        all of their tokens, and so many drafts, but for the last one of these.
+        """
+        step, rows, num_drafting = self.step, self.rows, len(self.drafting)
+        if self.error is not None:
+            step.metrics.failed_proposals += 1
+            reason = f"{type(self.error).__name__}: {self.error}"
+            where = None if isinstance(self.error, DraftError) else self.error
+            logger.warning(
+                "a proposal of %d sequences failed; they have no drafts: %s", len(rows), reason, exc_info=where
+            )
+            for row in rows:
+                step.forget(row.sequence)
+            return [NO_DRAFT] * num_drafting, []
+        drafts = self.drafts
+        rows = [row for row in rows if not (row.num_draft_tokens and _left_out(row, drafts[row.request_idx]))]
+        if step.planner is not None:
+            if step.planner.clock.tells:
+                step.planner.clock.proposed(rows, drafts)
+            for sequence, looked_back in zip(self.looking, drafts[num_drafting:], strict=True):
+                step.planner.look_back(sequence, looked_back.token_ids)
+        run = [(row, len(drafts[row.request_idx]) if row.num_draft_tokens else 0) for row in rows if row.token_ids]
+        return drafts[:num_drafting], run
+
+
+def propose(step: SpeculativeStep, scored: ScoredStep, reserve: Reserve) -> Noise:
+    """Give sequences that go on their drafts, as `reserve` and the step's planner say; the noise that was drawn."""
+    proposal = prepare(step, scored, reserve)
+    if proposal is None:
+        return {}
+    proposal.make()
+    return proposal.keep()
+
+
+def prepare(step: SpeculativeStep, scored: ScoredStep, reserve: Reserve) -> Proposal | None:
+    """What to ask the drafter for, with slots for it; None for nothing."""
     going_on = [e.sequence for e in scored.entries if e.samples and not e.sequence.has_ended]
     plan, counts = _plan(step, going_on, reserve, scored.num_rounds)
     looking = [going_on[i] for i in plan.looks_back if not counts[i]]
     drafts_nothing = not (any(counts) or any(plan.lookups) or looking)
     if step.planner is not None and drafts_nothing and not (scored.hidden_states or step.follows_target):
-        return {}  # plain decoding
+        return None  # plain decoding
     if plan.tries_rows:
         for sequence, count in zip(going_on, counts, strict=True):
             sequence.draft = Draft(sequence.token_ids[-1:] * count, is_trial=True) if count else NO_DRAFT
-        return {}
+        return None
     num_draft_tokens = dict(zip(going_on, counts, strict=True))
     lookups = {sequence: choice for sequence, choice in zip(going_on, plan.lookups, strict=False) if choice is not None}
     drafting = [sequence for sequence in going_on if num_draft_tokens[sequence] or sequence in lookups]
@@ -79,25 +165,18 @@ def propose(step: SpeculativeStep, scored: ScoredStep, reserve: Reserve) -> Nois
             rows.append(row)
             catching_up -= len(row.token_ids) if len(row.token_ids) > _FAR_BEHIND else 0
     if not rows:
-        return {}
+        return None
     step.noise = scored.sampling.noise  # of which some is for tokens that are to be decided anew
-    sampling = step.sampling([sequence.sampling_request for sequence in asking])
-    drafts, run = _drafts(step, rows, sampling, plan, looking)
-    step.metrics.proposed_tokens += sum(map(len, drafts))
-    if step.planner is not None and any(draft or draft.found for draft in drafts):
-        drafts = step.planner.select(drafting, drafts)
-    if step.agree is not None and drafts:
-        agreed = step.agree([list(draft.token_ids) for draft in drafts])
-        drafts = [replace(draft, token_ids=ids) for draft, ids in zip(drafts, agreed, strict=True)]
-    for row, num_drafted in run:
-        if num_drafted:
-            num_drafted = min(num_drafted, len(drafts[row.request_idx]))
-        # Drafts have no hidden states of the target, and the newest token has none yet.
-        beyond = -1 if row.hidden_states is not None else max(0, num_drafted - 1)
-        row.sequence.page_table.advance(DRAFT, len(row.token_ids) + beyond)
-    for sequence, draft in zip(drafting, drafts, strict=True):
-        sequence.draft = draft
-    return sampling.noise
+    sampling = _sampling(step, [sequence.sampling_request for sequence in asking])
+    return Proposal(step, rows, sampling, plan, drafting, looking)
+
+
+def _sampling(step: SpeculativeStep, requests: SequenceOf[SamplingRequest]) -> SamplingBatch:
+    """The requests as a proposal's batch. A draft model on a device of its own draws their noise there, once more."""
+    runner = step.drafter.runner if isinstance(step.drafter, DraftModelDrafter) else None
+    if runner is None or runner.model.device == step.target.model.device:
+        return step.sampling(requests)
+    return get_sampling_batch(runner.model.backend)(requests, step.vocab_size, runner.model.device)
 
 
 def _plan(
@@ -138,38 +217,6 @@ def _takes_argmax(going_on: SequenceOf[Sequence], plan: Plan) -> bool:
     """Whether drafts are each the most likely token, which alone are made by a rule."""
     counts = zip(going_on, plan.num_draft_tokens, strict=True)
     return all(sequence.sampling_request.takes_argmax for sequence, count in counts if count)
-
-
-def _drafts(
-    step: SpeculativeStep,
-    rows: SequenceOf[DraftRow],
-    sampling: SamplingBatch,
-    plan: Plan,
-    looking: SequenceOf[Sequence],
-) -> tuple[list[Draft], list[tuple[DraftRow, int]]]:
-    """The drafts of the requests that do not look back, and the rows that the drafter has run with KV of its own: all
-    of their tokens, and so many drafts, but for the last one of these.
-    """
-    num_drafting = len(sampling.requests) - len(looking)
-    try:
-        drafts = step.drafter.propose(rows, sampling, plan.stop_rule)
-    except IntegrityError:
-        raise
-    except Exception as error:  # whatever is drafted, outputs are the same: nobody ends for it
-        step.metrics.failed_proposals += 1
-        reason, where = f"{type(error).__name__}: {error}", not isinstance(error, DraftError)
-        logger.warning("a proposal of %d sequences failed; they have no drafts: %s", len(rows), reason, exc_info=where)
-        for row in rows:
-            step.forget(row.sequence)
-        return [NO_DRAFT] * num_drafting, []
-    rows = [row for row in rows if not (row.num_draft_tokens and _left_out(row, drafts[row.request_idx]))]
-    if step.planner is not None:
-        if step.planner.clock.tells:
-            step.planner.clock.proposed(rows, drafts)
-        for sequence, looked_back in zip(looking, drafts[num_drafting:], strict=True):
-            step.planner.look_back(sequence, looked_back.token_ids)
-    run = [(row, len(drafts[row.request_idx]) if row.num_draft_tokens else 0) for row in rows if row.token_ids]
-    return drafts[:num_drafting], run
 
 
 def _left_out(row: DraftRow, draft: Draft) -> bool:

@@ -49,7 +49,9 @@ class Recovery:
         return True
 
 
-def score_and_verify(step: SpeculativeStep, entries: SequenceOf[ScheduledSequence]) -> tuple[ScoredStep, VerifyOutput]:
+def score_and_verify(
+    step: SpeculativeStep, entries: SequenceOf[ScheduledSequence], takes_rounds: bool = True
+) -> tuple[ScoredStep, VerifyOutput]:
     """The entries scored and verified by `step`; where that raises, each of them alone.
 
     A pass that failed has left nothing behind: it writes KV into slots that nobody takes for valid, and tokens come in
@@ -57,7 +59,7 @@ def score_and_verify(step: SpeculativeStep, entries: SequenceOf[ScheduledSequenc
     has an error, and is not among the entries of what is returned.
     """
     try:
-        scored = step.score(entries)
+        scored = step.score(entries, takes_rounds=takes_rounds)
         return scored, step.verify(scored)
     except IntegrityError:
         raise

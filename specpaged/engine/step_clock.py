@@ -40,6 +40,7 @@ class StepClock:
         self.controller = controller
         self.follows = follows
         self.num_steps = 0
+        self.is_deaf = False  # steps are of another kind, of which the controller is told nothing
         self.tells = False  # whether the controller hears what this step takes
         self._tells_rest = False  # and of the last one, what it took beside its passes
         self._is_trial = self._finds_caches = False  # as a drafter that goes on no longer has left them
@@ -56,6 +57,10 @@ class StepClock:
 
     def begin(self, is_trial: bool = False, age: int = 0) -> None:
         """The target's pass begins, and the step before has ended; so many steps followed the same plan before."""
+        if self.is_deaf:
+            self.num_steps += 1
+            self.tells = self._tells_rest = False
+            return
         if self._tells_rest:
             self._tell_rest()
         self.num_steps += 1

@@ -9,6 +9,7 @@ pass of that kind comes.
 from __future__ import annotations
 
 import logging
+import threading
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import replace
@@ -51,8 +52,14 @@ class Captured(NamedTuple):
     output: ForwardOutput  # the buffers that a replay writes
 
 
+_CAPTURING = threading.Lock()  # of all models: capturing waits for the device, which no other capture would survive
+
+
 class Recorder:
-    """Captures on a CUDA device. Graphs share one pool of memory, as they are replayed one after the other."""
+    """Captures on a CUDA device. Graphs share one pool of memory, as they are replayed one after the other.
+
+    Meanwhile other threads may use the device, but for captures, which wait for one another.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -60,14 +67,14 @@ class Recorder:
 
     def __call__(self, run: Callable[[], None]) -> Callable[[], object]:
         """Captures `run` and returns what replays it. Raises RuntimeError where it cannot be captured."""
-        with torch.cuda.device(self.device):
+        with _CAPTURING, torch.cuda.device(self.device):
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 run()  # compiles what is not compiled yet, which a capture cannot
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 run()
         return graph.replay
 

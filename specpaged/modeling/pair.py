@@ -101,13 +101,14 @@ def _load_draft(
     config: EngineConfig, target: LoadedModel, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int
 ) -> LoadedModel:
     speculative = config.speculative_config
+    elsewhere = {} if speculative.device is None else {"device": speculative.device}
     draft = load_model(
         speculative.model,
         dtype=str(target.dtype).removeprefix("torch."),
         kv_cache_dtype=speculative.kv_cache_dtype,
         max_model_len=target.max_model_len,
         numerics=speculative.numerics,
-        **_shared_arguments(config),
+        **_shared_arguments(config) | elsewhere,
     )
     draft_tokenizer = load_tokenizer(speculative.model, config.trust_remote_code)
     if tokenizer is not None and draft_tokenizer is not None:

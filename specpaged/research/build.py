@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from specpaged.config import EngineConfig
+from specpaged.config import BY_HALVES, EngineConfig
 from specpaged.research.eqspec import EqspecScheduler
 from specpaged.research.exspec import ExspecScheduler
 from specpaged.scheduling.continuous import ContinuousScheduler
+from specpaged.scheduling.halves import HalvesScheduler
 
 if TYPE_CHECKING:
     from specpaged.engine.kv_layout import KVLayout
@@ -20,6 +21,8 @@ def scheduler_of(config: EngineConfig) -> Callable[..., ContinuousScheduler]:
     """What makes the scheduler that `config.schedule` names; its arguments are ContinuousScheduler's."""
     if config.schedule == "exspec":
         return partial(ExspecScheduler, window=config.num_residents, sort_by_length=config.sort_by_length)
+    if config.schedule in BY_HALVES:
+        return HalvesScheduler
     return {"continuous": ContinuousScheduler, "eqspec": EqspecScheduler}[config.schedule]
 
 

@@ -178,8 +178,8 @@ class AdaptiveController(MeasuringController):
         if len(candidates) > 1:
             return self._decide(candidates, logits)
         (candidate,), costs = candidates, self.costs
-        length = candidate.context_len // _ALIKE
-        key = self._is_drafting, logits[0], candidate.most, length, costs.plain_rounds, costs.drafting_rounds
+        length, rounds = candidate.context_len // _ALIKE, (costs.plain_rounds, costs.drafting_rounds)
+        key = self._is_drafting, logits[0], candidate.most, length, costs.overlaps, rounds
         decision = self.decisions.of(key, lambda: self._decide([replace(candidate, lag=1)], logits))
         is_repaid = self._repaid(candidates, Selection(decision.counts, decision.tokens_per_second))
         return decision if all(is_repaid) else self._decide(candidates, logits)
@@ -215,8 +215,8 @@ class AdaptiveController(MeasuringController):
             worth = 1.0 + max(_TO_GO_ON, _DOUBT_TO_GO_ON * times.doubt)
             worth -= _EARLY / math.sqrt(16 + self.acceptance.num_outcomes)
         passes, proposal = (times.first, times.later) if times.later else (), self.costs.proposal_of_round(len(chances))
-        plain = times.plain / worth
-        return select(chances, times.verify, passes, proposal_seconds=proposal, plain_seconds=plain)
+        plain, overlaps = times.plain / worth, self.costs.overlaps
+        return select(chances, times.verify, passes, proposal_seconds=proposal, plain_seconds=plain, overlaps=overlaps)
 
     def _rows_to_try(
         self, candidates: Sequence[Candidate], logits: Sequence[float], seconds: float

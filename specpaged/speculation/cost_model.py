@@ -66,6 +66,7 @@ class CostModel:
         self.seconds_per_sequence = seconds_per_sequence
         self.seconds_saved = seconds_saved
         self.plain_rounds = self.drafting_rounds = 1
+        self.overlaps = False  # drafts are made while others are verified: a step takes as long as the longer of both
         self.proposals_per_round = 1.0
         self.errors = PassErrors(target)
         self._of_target, self._of_proposals = Surprises(), Surprises()

@@ -22,6 +22,7 @@ def select(
     *,
     proposal_seconds: float = 0.0,
     plain_seconds: float | None = None,
+    overlaps: bool = False,
 ) -> Selection:
     """How many drafts of each sequence to verify, so that expected tokens / expected seconds is largest.
 
@@ -38,7 +39,8 @@ def select(
     `verify_seconds[n]` is the step's time with n drafts in it. Where the drafts are still to be made, chances are what
     is expected of them, and `draft_seconds[j][n]` is the time of the pass that makes draft j of n sequences, 0 where n
     is; its last entry serves for all further passes. `proposal_seconds` is what drafts took, or take, besides; and
-    `plain_seconds` is the time of a step without any, by default the one of a step whose drafts are all left out.
+    `plain_seconds` is the time of a step without any, by default the one of a step whose drafts are all left out. Where
+    drafting `overlaps` the verification of others, a step takes the longer of the two, not their sum.
     """
     order = sorted([(-chance, j, i) for i, of_sequence in enumerate(chances) for j, chance in enumerate(of_sequence)])
     tokens = float(len(chances))
@@ -52,7 +54,8 @@ def select(
             seconds, rows = draft_seconds[min(j, last_pass)], num_rows[j]
             drafting += seconds[rows + 1] - seconds[rows]
             num_rows[j] = rows + 1
-        rate = tokens / (verify_seconds[n] + drafting)
+        verify = verify_seconds[n]
+        rate = tokens / (max(verify, drafting) if overlaps else verify + drafting)
         if rate > best_rate:
             best, best_rate = n, rate
     return Selection(_counts(len(chances), order[:best]), best_rate)

@@ -24,6 +24,7 @@ from unittest.mock import patch
 from tqdm import tqdm
 
 from specpaged import LLM, SamplingParams
+from specpaged.config import BY_HALVES
 from specpaged.engine.detokenizer import IncrementalDetokenizer
 from specpaged.engine.engine import Engine
 from tests import toys
@@ -150,9 +151,10 @@ def random_params(rng: random.Random) -> dict[str, Any]:
     }
 
 
-def random_llm(rng: random.Random, pair: toys.Pair) -> tuple[LLM, bool]:
+def random_llm(rng: random.Random, pair: toys.Pair, schedule: str = "continuous") -> tuple[LLM, bool]:
     """An engine with hardly more memory than one sequence needs; and whether its draft is its target."""
     k, block_size = rng.choice([0, 1, 3, 5]), rng.choice([1, 4, 16])
+    k = k or int(schedule == "overlap")  # which is for who drafts
     kind = rng.choice(["draft", "draft", "target", "ngram"])
     num_pools = 2 if k and kind != "ngram" else 1
     num_blocks = -(-MAX_MODEL_LEN // block_size) + rng.choice([0, 2, 20])
@@ -171,6 +173,7 @@ def random_llm(rng: random.Random, pair: toys.Pair) -> tuple[LLM, bool]:
         max_num_seqs=rng.choice([1, 2, 5, 8]),
         max_num_batched_tokens=rng.choice([8, 20, 200]),
         enable_prefix_caching=rng.random() < 0.6,
+        schedule=schedule,
         kv_cache_memory_bytes=num_blocks * block_size * BYTES_PER_TOKEN * num_pools,
     )
     return llm, kind == "target"
@@ -204,10 +207,12 @@ def finish(engine: Engine) -> dict[str, Any]:
     raise AssertionError(f"requests {sorted(engine.requests)} do not end")
 
 
-def run_history(seed: int, pair: toys.Pair, plain: LLM, num_requests: int = 6, num_after: int = 3) -> Counter:
+def run_history(
+    seed: int, pair: toys.Pair, plain: LLM, num_requests: int = 6, num_after: int = 3, schedule: str = "continuous"
+) -> Counter:
     """One history; how often what failed in it. AssertionError where an output is not what it has to be."""
     rng = random.Random(seed)
-    llm, draft_is_target = random_llm(rng, pair)
+    llm, draft_is_target = random_llm(rng, pair, schedule)
     engine = llm.engine
     prompts = toys.prompts(num_requests + num_after, seed=rng.randrange(1000), shortest=1, longest=40)
     beginning = prompts[0]["prompt_token_ids"]  # something to find in the cache
@@ -267,6 +272,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--histories", type=int, default=2000)
     parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--schedule", default="continuous", choices=["continuous", *BY_HALVES])
     arguments = parser.parse_args()
     logging.getLogger("specpaged").setLevel(logging.CRITICAL)
     counts, wrong = Counter(), []
@@ -275,7 +281,7 @@ def main() -> None:
         plain = make_llm(pair, k=0, max_num_seqs=1, max_model_len=MAX_MODEL_LEN)
         for seed in tqdm(range(arguments.first_seed, arguments.first_seed + arguments.histories), unit="history"):
             try:
-                counts += run_history(seed, pair, plain)
+                counts += run_history(seed, pair, plain, schedule=arguments.schedule)
             except Exception as error:
                 wrong.append(seed)
                 tqdm.write(f"history {seed}: {type(error).__name__}: {error}")

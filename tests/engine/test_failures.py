@@ -294,7 +294,7 @@ def test_a_step_that_fails_twice_raises_and_the_third_one_is_right(tokenizer_pai
 def test_a_broken_invariant_is_raised_at_once(tokenizer_pair, monkeypatch):
     llm = make_llm(tokenizer_pair, k=3, enable_prefix_caching=True)
 
-    def broken(*_):
+    def broken(*_, **__):
         raise IntegrityError("a block has two owners")
 
     step = llm.engine.speculative_step

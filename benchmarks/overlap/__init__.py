@@ -1,0 +1,1 @@
+"""Drafting hidden behind verification, beside drafting behind it."""
