@@ -219,6 +219,9 @@ def _check_device(device: str | torch.device) -> torch.device:
         raise ValueError(f"device must be 'cpu' or 'cuda[:index]', got {device!r}")
     if checked.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device is {device!r}, and torch sees no CUDA device here; allowed: 'cpu'")
+    if checked.index is not None and checked.type == "cuda" and checked.index >= torch.cuda.device_count():
+        last = torch.cuda.device_count() - 1
+        raise ValueError(f"device is {device!r}; allowed here: 'cpu', 'cuda', 'cuda:0' .. 'cuda:{last}'")
     return checked
 
 
