@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import accumulate, pairwise
 
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from specpaged.speculation.tetris import tetris
@@ -52,7 +52,9 @@ def batches(draw):
 
 
 @settings(max_examples=25)
-@given(batch=batches(), num_selected=st.integers(0, 5))
+@example(batch=(3, [3, 2, 3], [True] * 3, [[0.0] * 3, [0.0] * 2, [0.0] * 3]), num_selected=1)  # all are equal
+@example(batch=(2, [2, 0, 2], [True, False, True], [[-1.0, NAN], [], [-1.0, 0.0]]), num_selected=1)
+@given(batch=batches(), num_selected=st.sampled_from([0, 1, 1, 2, 3]))
 def test_the_likeliest_of_the_batch_are_selected(batch, num_selected):
     """As the reference and the host's rule have it: beginnings of drafts, no more in all than there is room for, and
     none that is left out would have come before one that is not."""
