@@ -64,7 +64,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         sections["bandwidth"] = lambda: {"copy": timer.copy_bandwidth(), "read": timer.read_bandwidth()}
     if options.loop:
         of_loop = loop.FULL if scale.on_gpu else loop.SMOKE
-        sections["loop"] = lambda: loop.run(of_loop, result.get("bandwidth", {}).get("read"))
+        tools = loop.tools_of_cuda() if scale.on_gpu else loop.Tools()
+        sections["loop"] = lambda: loop.run(of_loop, result.get("bandwidth", {}).get("read"), tools)
     else:
         sections["kernel_errors"] = lambda: kernel_errors.run(scale)
         sections["exactness"] = lambda: exactness.run(scale)
@@ -120,7 +121,7 @@ def succeeded(result: dict[str, Any]) -> bool:
     if any("failed" in section for section in result.values()):
         return False
     if "loop" in result:
-        return result["loop"]["identical"]["exact"]
+        return result["loop"]["identical"]["exact"] and bool(result["loop"]["cells"])
     same = [check for checks in result["exactness"].values() for check in checks.values()]
     runs = result.get("end_to_end", {}).values()
     return all(same) and all(run["identical"] == run["prompts"] for run in runs)
@@ -171,7 +172,8 @@ def _print_tables(result: dict[str, Any], scale: Scale) -> None:
 def _loop_table(result: dict[str, Any]) -> Table:
     title = f"{result['pair']}; {result['dtype']}, context {result['context_len']}"
     table = Table(title=title, caption="ms a step; a stage that waits for the device holds its time")
-    columns = ("B", "numerics", "way", "K", "tokens/s", "step", "floor", *STAGES, "acceptance", "x plain")
+    columns = ("B", "numerics", "way", "K", "tokens/s", "step", "host", "floor", "idle", *STAGES, "on the device",
+               "acceptance", "x plain")  # fmt: skip
     for column in columns:
         table.add_column(column, justify="right")
     plain = {}
@@ -182,12 +184,22 @@ def _loop_table(result: dict[str, Any]) -> Table:
         table.add_row(
             *(str(cell[name]) for name in ("B", "numerics", "way", "K")),
             f"{cell['tokens_per_second']:.0f}", f"{cell['step_ms']['median']:.2f}",
+            f"{cell['host_ms']:.2f}" if "host_ms" in cell else "-",
             f"{cell['floor_ms']:.2f}" if "floor_ms" in cell else "-",
+            "-" if cell.get("idle_share") is None else f"{cell['idle_share']:.0%}",
             *(f"{cell['stage_ms'][stage]:.2f}" for stage in STAGES),
+            _on_device(cell),
             "-" if acceptance is None else f"{acceptance:.0%}",
             f"{cell['tokens_per_second'] / plain[key]:.2f}",
         )  # fmt: skip
     return table
+
+
+def _on_device(cell: dict[str, Any]) -> str:
+    """The device's own milliseconds of each stage, over the floor of those that have one."""
+    floors = cell.get("stage_floor_ms", {})
+    stages = cell.get("device_ms", {}).items()
+    return ", ".join(f"{name} {ms:.2f}" + (f" / {floors[name]:.2f}" if name in floors else "") for name, ms in stages)
 
 
 def _attention_table(entries: list[dict[str, Any]], bandwidth: float) -> Table:

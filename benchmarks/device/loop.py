@@ -1,7 +1,9 @@
-"""The engine end to end on a synthetic pair: plain and speculative, eager and in CUDA graphs, exact and fast.
+"""The engine end to end on a synthetic pair: plain and speculative, by the host's rounds and the device's own.
 
-Every cell decodes the same prompts. Seconds are those of steps in which every sequence decodes, split by stage; beside
-them stands the time that the verify pass's bytes take at the device's measured bandwidth.
+Every cell decodes the same prompts: with CUDA graphs, eagerly, and in rounds that the device runs by itself. Seconds
+are those of steps in which every sequence decodes. Beside them: what the host needs of them, what the device needs of
+each stage (by events), the share of time in which it does nothing (by the profiler), and how long the bytes of a pass
+take at the device's measured bandwidth. Events and the profiler have steps of their own, which are not timed otherwise.
 """
 
 from __future__ import annotations
@@ -9,12 +11,14 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.device.stage_clock import Event, StageClock, TimedCopies, device_spans, idle_share
 from specpaged import LLM, SamplingParams
 from specpaged.engine.engine import Engine
 from specpaged.metrics import STAGES
@@ -35,16 +39,39 @@ class LoopScale:
     context_len: int
     steps: int  # timed ones of a cell
     numerics: tuple[str, ...]
+    has_rounds: bool  # whether the device can run rounds by itself
+    seconds: float  # behind which no cell is begun
 
 
-FULL = LoopScale("cuda", "bfloat16", "triton", 1, (1, 2, 4, 8, 16, 32, 64), 5, 512, 12, ("exact", "fast"))
-SMOKE = LoopScale("cpu", "float32", "auto", 32, (1, 3), 2, 40, 4, ("exact", "fast"))
-WARM_UP_STEPS, PREFILL_STEPS = 6, 10
+@dataclass(frozen=True)
+class Tools:
+    """What looks at a device; None where there is none to look at."""
+
+    make_event: Callable[[], Event] | None = None
+    wait: Callable[[], None] | None = None
+    spans: Callable[[Callable[[], object]], list[tuple[float, float]]] | None = None
+    clock: Callable[[], float] = time.perf_counter
+
+
+FULL = LoopScale(
+    "cuda", "bfloat16", "triton", 1, (1, 2, 4, 8, 16, 32, 64), 5, 512, 12, ("exact", "fast"), True, 470.0
+)  # fmt: skip
+SMOKE = LoopScale("cpu", "float32", "auto", 32, (1, 3), 2, 40, 4, ("exact", "fast"), False, 470.0)
+WARM_UP_STEPS, PREFILL_STEPS, LOOKED_AT_STEPS = 6, 10, 4  # the last ones twice: by events, and by the profiler
 TARGET, DRAFT, ACCEPTANCE = "Qwen3-8B", "Qwen3-0.6B", 0.8
 
 
-def run(scale: LoopScale, bandwidth: float | None) -> dict[str, Any]:
-    """All cells, and what they are of. `bandwidth` in bytes/s; None: no floor."""
+def tools_of_cuda() -> Tools:
+    """Events, and the profiler, of the current CUDA device."""
+    return Tools(lambda: torch.cuda.Event(enable_timing=True), torch.cuda.synchronize, device_spans)
+
+
+def run(scale: LoopScale, bandwidth: float | None, tools: Tools = Tools()) -> dict[str, Any]:
+    """All cells, and what they are of. `bandwidth` in bytes/s; None: no floor.
+
+    Cells that were not begun in time are named in "left_out".
+    """
+    deadline = tools.clock() + scale.seconds
     with tempfile.TemporaryDirectory() as directory:
         pair = synthetic_pair(
             TARGET,
@@ -55,24 +82,33 @@ def run(scale: LoopScale, bandwidth: float | None) -> dict[str, Any]:
             dtype=scale.dtype,
         )
         cells: list[dict[str, Any]] = []
+        left_out: list[dict[str, Any]] = []
         outputs: dict[tuple[int, str], list[list[list[int]]]] = {}
         for numerics in scale.numerics:
             llm = _load(pair, scale, numerics)
+            engine = llm.engine
             # "graphs" only where there are any: elsewhere both would be the same.
-            ways = ["graphs", "eager"] if llm.engine.target.graphs else ["eager"]
-            graphs = [runner.graphs for runner in (llm.engine.target, llm.engine.draft)]
+            ways = ["graphs", "eager"] if engine.target.graphs else ["eager"]
+            ways += ["rounds"] if scale.has_rounds else []
+            graphs = [runner.graphs for runner in (engine.target, engine.draft)]
             for batch_size in scale.batch_sizes:
-                prompts = _prompts(batch_size, scale, llm.engine.vocabulary.size)
+                prompts = _prompts(batch_size, scale, engine.vocabulary.size)
                 for way in ways:
-                    for runner, own in zip((llm.engine.target, llm.engine.draft), graphs, strict=True):
-                        runner.graphs = own if way == "graphs" else None
+                    for runner, own in zip((engine.target, engine.draft), graphs, strict=True):
+                        runner.graphs = None if way == "eager" else own
+                    if scale.has_rounds:
+                        engine.keep_on_host(None if way == "rounds" else "timed beside rounds of the device")
                     for k in (0, scale.num_drafts):
-                        token_ids, cell = _cell(llm.engine, prompts, k, scale.steps)
+                        name = {"B": batch_size, "numerics": numerics, "way": way, "K": k}
+                        if tools.clock() > deadline:
+                            left_out.append(name)
+                            continue
+                        token_ids, cell = _cell(engine, prompts, k, scale.steps, way == "rounds", tools)
                         outputs.setdefault((batch_size, numerics), []).append(token_ids)
                         if bandwidth is not None:
-                            cell["floor_ms"] = 1e3 * _pass_bytes(llm.engine.target, prompts) / bandwidth
-                        cells.append({"B": batch_size, "numerics": numerics, "way": way, "K": k} | cell)
-            del llm, graphs
+                            cell |= _floors(engine, prompts, k, way == "rounds", bandwidth)
+                        cells.append(name | cell)
+            del llm, engine, graphs
             if scale.device == "cuda":
                 torch.cuda.empty_cache()
     return {
@@ -81,9 +117,11 @@ def run(scale: LoopScale, bandwidth: float | None) -> dict[str, Any]:
         "dtype": scale.dtype,
         "context_len": scale.context_len,
         "cells": cells,
-        # Plain and speculative, eager and in graphs: of exact numerics they must be.
+        "left_out": left_out,
+        # Plain and speculative, eager, in graphs and in rounds: of exact numerics they must be.
         "identical": {
-            numerics: all(_agree(outputs[b, numerics]) for b in scale.batch_sizes) for numerics in scale.numerics
+            numerics: all(_agree(outputs.get((b, numerics), [])) for b in scale.batch_sizes)
+            for numerics in scale.numerics
         },
     }
 
@@ -100,8 +138,10 @@ def _load(pair: SyntheticPair, scale: LoopScale, numerics: str) -> LLM:
         max_num_batched_tokens=max(4096, most),
         num_scheduler_steps=1,  # a step is a round
         # While the last prompts of a batch are prefilled, the first ones decode.
-        max_model_len=scale.context_len + (scale.steps + WARM_UP_STEPS + PREFILL_STEPS) * (scale.num_drafts + 1),
+        max_model_len=scale.context_len
+        + (scale.steps + WARM_UP_STEPS + PREFILL_STEPS + 2 * LOOKED_AT_STEPS) * (scale.num_drafts + 1),
         enable_prefix_caching=True,  # each prompt is prefilled once
+        device_round=scale.has_rounds,
     )
 
 
@@ -110,7 +150,9 @@ def _prompts(batch_size: int, scale: LoopScale, vocab_size: int) -> list[list[in
     return torch.randint(vocab_size, (batch_size, scale.context_len), generator=generator).tolist()
 
 
-def _cell(engine: Engine, prompts: list[list[int]], k: int, steps: int) -> tuple[list[list[int]], dict[str, Any]]:
+def _cell(
+    engine: Engine, prompts: list[list[int]], k: int, steps: int, in_rounds: bool, tools: Tools
+) -> tuple[list[list[int]], dict[str, Any]]:
     """What came out of each prompt, and the medians over the timed steps."""
     params = SamplingParams(
         temperature=0.0,
@@ -124,17 +166,26 @@ def _cell(engine: Engine, prompts: list[list[int]], k: int, steps: int) -> tuple
     sequences = [engine.requests[str(i)].sequences[0] for i in range(len(prompts))]
     while not all(sequence.output_token_ids for sequence in sequences):
         engine.step()
+    copies = engine.copies if in_rounds else None
+    if in_rounds:
+        engine.copies = TimedCopies(copies, tools.clock)
     for _ in range(WARM_UP_STEPS):  # compiles and captures what decoding needs
         engine.step()
-    graphs = [runner.graphs for runner in (engine.target, engine.draft) if runner.graphs is not None]
-    num_captured = sum(g.num_captured for g in graphs)
+    before = _num_captured(engine, in_rounds)
     engine.reset_metrics()
+    if in_rounds:
+        engine.copies.seconds = 0.0
     seconds: list[float] = []
     for _ in range(steps):
-        start = time.perf_counter()
-        engine.step()  # its answer comes from the device: nothing is left to wait for
-        seconds.append(time.perf_counter() - start)
-    metrics = engine.metrics
+        start = tools.clock()
+        engine.step()  # its answer comes from the device, or that of the round before: nothing is left to wait for
+        seconds.append(tools.clock() - start)
+    metrics, of_host = engine.metrics, {}
+    if in_rounds:
+        of_host = {"host_ms": 1e3 * (sum(seconds) - engine.copies.seconds) / steps}
+        engine.copies = copies
+    captured = _num_captured(engine, in_rounds) - before
+    of_device = {} if tools.make_event is None else _looked_at(engine, in_rounds, tools)
     if any(sequence.is_finished for sequence in sequences):
         raise RuntimeError(f"a sequence ended while {len(prompts)} were timed: max_model_len is too small for the cell")
     token_ids = [list(sequence.output_token_ids) for sequence in sequences]
@@ -147,18 +198,58 @@ def _cell(engine: Engine, prompts: list[list[int]], k: int, steps: int) -> tuple
         "step_ms": {"median": 1e3 * median, "min": 1e3 * ordered[0], "max": 1e3 * ordered[-1]},
         "tokens_per_second": metrics.emitted_tokens / steps / median,
         "stage_ms": {stage: 1e3 * metrics.seconds[stage] / steps for stage in STAGES},
-        "captured_meanwhile": sum(g.num_captured for g in graphs) - num_captured,  # which a maximum shows
+        **of_host,
+        **of_device,
+        "captured_meanwhile": captured,  # which a maximum shows
         "acceptance_rate": metrics.acceptance_rate,
         "mean_acceptance_length": metrics.mean_acceptance_length,
     }
 
 
-def _pass_bytes(target: ModelRunner, prompts: list[list[int]]) -> int:
+def _num_captured(engine: Engine, in_rounds: bool) -> int:
+    graphs = [runner.graphs for runner in (engine.target, engine.draft) if runner.graphs is not None]
+    return sum(g.num_captured for g in graphs) + (engine.round.num_captured if in_rounds else 0)
+
+
+def _looked_at(engine: Engine, in_rounds: bool, tools: Tools) -> dict[str, Any]:
+    """Some more steps, between events, and some under the profiler.
+
+    The device's own rounds are one launch each: between their stages there are events where they run eagerly.
+    """
+    stages = StageClock(tools.make_event, tools.wait)
+    if in_rounds:
+        with engine.round.eager(stages.mark):
+            for _ in range(LOOKED_AT_STEPS):
+                stages.begin()
+                engine.step()
+    else:
+        engine.reset_metrics()
+        stages.watch(engine.speculative_step.metrics)
+        for _ in range(LOOKED_AT_STEPS):
+            engine.step()
+        engine.reset_metrics()
+
+    def some_steps() -> None:
+        for _ in range(LOOKED_AT_STEPS):
+            engine.step()
+
+    spans = [] if tools.spans is None else tools.spans(some_steps)
+    return {"device_ms": stages.milliseconds(LOOKED_AT_STEPS), "idle_share": idle_share(spans)}
+
+
+def _floors(engine: Engine, prompts: list[list[int]], k: int, in_rounds: bool, bandwidth: float) -> dict[str, Any]:
+    """Milliseconds of the verify pass, and of the stages that run a model, at the device's bandwidth."""
+    of_target, of_draft = (1e3 * _pass_bytes(runner, prompts) / bandwidth for runner in (engine.target, engine.draft))
+    target, draft = ("target", "draft") if in_rounds else ("score", "propose")
+    return {"floor_ms": of_target, "stage_floor_ms": {target: of_target, draft: k * of_draft}}
+
+
+def _pass_bytes(runner: ModelRunner, prompts: list[list[int]]) -> int:
     """What any pass over these sequences must read: weights (of the embedding, next to nothing) and KV."""
-    config = target.model.hf_config
-    embedding = config.vocab_size * config.hidden_size * target.model.dtype.itemsize
-    kv = sum(map(len, prompts)) * target.kv_cache.bytes_per_token
-    return target.model.num_parameters * target.model.dtype.itemsize - embedding + kv
+    config = runner.model.hf_config
+    embedding = config.vocab_size * config.hidden_size * runner.model.dtype.itemsize
+    kv = sum(map(len, prompts)) * runner.kv_cache.bytes_per_token
+    return runner.model.num_parameters * runner.model.dtype.itemsize - embedding + kv
 
 
 def _agree(runs: list[list[list[int]]]) -> bool:
@@ -186,7 +277,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
             [c["B"] for c in cells],
             [c["tokens_per_second"] for c in cells],
             marker="o",
-            linestyle="-" if way == "graphs" else "--",
+            linestyle={"rounds": "-", "graphs": "--"}.get(way, ":"),
             label=f"{f'speculative, K = {k}' if k else 'plain'}, {numerics}, {way}",
         )
     axes.set_xscale("log", base=2)

@@ -15,6 +15,8 @@ reached does not run. With at most K = 3 drafts, of sequences A, B, C, of which 
     accepted a          1       3       0
     known T + a + 1     8       13      8           C has reached its limit
     draft KV            7       11      7           T + min(a, k - 1), and never the newest token
+
+Where drafts are selected from (`select_drafts`), the target runs fewer: behind it, k is what it has verified.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from specpaged_kernels.jit import Variant, kernel
 from specpaged_kernels.limits import MAX_ROWS
 
 BLOCK_B = 64  # sequences of a program
-NUM_COUNTS = 4  # in front of the tokens of a row of `settle_round`'s result
+NUM_COUNTS = 5  # in front of the tokens of a row of `settle_round`'s result
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,10 @@ def _plan_kernel(
 
 
 @kernel()
-def _store_drafts_kernel(sampled, cu_logits, num_tokens, token_ids, num_seqs, step, stride_ids, BLOCK_B: tl.constexpr):
+def _store_drafts_kernel(
+    sampled, logprobs, cu_logits, num_tokens, token_ids, chances, num_seqs, step, stride_ids, stride_chances,
+    BLOCK_B: tl.constexpr, HAS_CHANCES: tl.constexpr,
+):  # fmt: skip
     b = tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B)
     exists = b < num_seqs
     row = tl.load(cu_logits + b, mask=exists, other=0)
@@ -98,6 +103,14 @@ def _store_drafts_kernel(sampled, cu_logits, num_tokens, token_ids, num_seqs, st
     position = b.to(tl.int64) * stride_ids + tl.load(num_tokens + b, mask=exists, other=0) + step
     token_id = tl.load(sampled + row, mask=drafts, other=0)
     tl.store(token_ids + position, token_id.to(tl.int32), mask=drafts)
+    if HAS_CHANCES:
+        logprob = tl.load(logprobs + row, mask=drafts, other=0.0)
+        # A sum never rises with the step: what a rounding leaves above 0 counts as certain, and NaN as impossible.
+        logprob = tl.where(logprob == logprob, tl.minimum(logprob, 0.0), float("-inf"))
+        of_step = chances + b.to(tl.int64) * stride_chances + step
+        if step > 0:
+            logprob += tl.load(of_step - 1, mask=drafts, other=0.0)
+        tl.store(of_step, logprob, mask=drafts)
 
 
 @triton.jit
@@ -137,8 +150,8 @@ def _noise_keys_kernel(
 
 @kernel()
 def _settle_kernel(
-    sampled, ok, cu_rows, token_ids, num_tokens, draft_context_lens, limits, has_draft, result,
-    stride_ids, stride_result, BLOCK_K: tl.constexpr, NUM_COUNTS: tl.constexpr,
+    sampled, ok, cu_rows, num_drafts, end_ids, token_ids, num_tokens, draft_context_lens, limits, has_draft, result,
+    stride_ids, stride_result, BLOCK_K: tl.constexpr, NUM_COUNTS: tl.constexpr, MAKES_UP: tl.constexpr,
 ):  # fmt: skip
     """One program per sequence."""
     b = tl.program_id(0)
@@ -153,12 +166,18 @@ def _settle_kernel(
     stands = (j < k) & row_ok & (token_id == tl.load(own_ids + j, mask=j < k, other=0))
     accepted = tl.min(tl.where(stands, BLOCK_K, j))
     has_next = tl.sum(tl.where(j == accepted, row_ok.to(tl.int32), 0))  # of a row that does not run, 0
+    failed = ((num_rows > 0) & (has_next == 0)).to(tl.int32)
+    if MAKES_UP:
+        token_id = tl.where((j == accepted) & (failed != 0), tl.load(end_ids + b), token_id)
+        has_next += failed
+        failed *= 2
     outputs = accepted + has_next
     counts = result + b.to(tl.int64) * stride_result
     tl.store(counts, outputs)
     tl.store(counts + 1, accepted)
     tl.store(counts + 2, tl.maximum(k, 0))
-    tl.store(counts + 3, ((num_rows > 0) & (has_next == 0)).to(tl.int32))
+    tl.store(counts + 3, failed)
+    tl.store(counts + 4, tl.load(num_drafts + b))
     tl.store(counts + NUM_COUNTS + j, token_id, mask=j < outputs)
     if num_rows > 0:
         tl.store(own_ids + j, token_id, mask=j < outputs)
@@ -174,29 +193,35 @@ def _blocks() -> dict[str, Any]:
     return {"BLOCK_B": BLOCK_B, "num_warps": 1}
 
 
+def _store_constants(has_chances: bool) -> dict[str, Any]:
+    return {"BLOCK_B": BLOCK_B, "HAS_CHANCES": has_chances, "num_warps": 1}
+
+
 def _keys_constants() -> dict[str, Any]:
     return {"BLOCK_K": MAX_ROWS, "num_warps": 1}
 
 
-def _settle_constants() -> dict[str, Any]:
-    return {"BLOCK_K": MAX_ROWS, "NUM_COUNTS": NUM_COUNTS, "num_warps": 1}
+def _settle_constants(makes_up: bool) -> dict[str, Any]:
+    return {"BLOCK_K": MAX_ROWS, "NUM_COUNTS": NUM_COUNTS, "MAKES_UP": makes_up, "num_warps": 1}
 
 
 def variants() -> Iterator[Variant]:
     """All that a round launches beside its passes."""
     state = ("token_ids", "num_tokens", "draft_context_lens", "limits", "max_drafts", "has_draft")
     plan = ("num_drafts", "starts", "ends", "num_logits")
-    ints = dict.fromkeys((*state, *plan, "cu_logits", "cu_rows", "result"), "*i32")
+    ints = dict.fromkeys((*state, *plan, "cu_logits", "cu_rows", "end_ids", "result"), "*i32")
     keys = dict.fromkeys(("seeds", "draws", "num_tokens", "num_prompt_tokens", "cu_logits", "keys"), "*i32")
-    sampled = {"sampled": "*i64", "ok": "*i1"}
+    sampled = {"sampled": "*i64", "ok": "*i1", "logprobs": "*fp32", "chances": "*fp32"}
 
     def of(kernel: Any, types: dict[str, str]) -> dict[str, str]:
         return {name: dtype for name, dtype in types.items() if name in kernel.arg_names}
 
     yield Variant(_plan_kernel, of(_plan_kernel, ints), _blocks())
-    yield Variant(_store_drafts_kernel, of(_store_drafts_kernel, ints | sampled), _blocks())
+    for has_chances in (False, True):
+        yield Variant(_store_drafts_kernel, of(_store_drafts_kernel, ints | sampled), _store_constants(has_chances))
     yield Variant(_noise_keys_kernel, keys, _keys_constants())
-    yield Variant(_settle_kernel, of(_settle_kernel, ints | sampled), _settle_constants())
+    for makes_up in (False, True):
+        yield Variant(_settle_kernel, of(_settle_kernel, ints | sampled), _settle_constants(makes_up))
 
 
 def plan_round(rows: Rows, num_steps: int) -> Plan:
@@ -234,19 +259,37 @@ def store_drafts(
     sampled: Tensor,  # [M] int64: of the draft's pass `step`, a token for each row of logits
     cu_logits: Tensor,  # [B + 1] int32: of that pass, as `pack` gives them
     step: int,
+    logprobs: Tensor | None = None,  # [M] float32: of the tokens, to the draft
+    chances: Tensor | None = None,  # [B, K] float32: column `step` is written, where there are logprobs
 ) -> None:
     """What `store_drafts_ref` says; nothing waits for the device."""
-    num_seqs = len(rows.num_tokens)
+    num_seqs, has_chances = len(rows.num_tokens), chances is not None
+    unread = torch.empty(0, dtype=torch.float32, device=sampled.device)
     _store_drafts_kernel[(triton.cdiv(num_seqs, BLOCK_B),)](
-        sampled, cu_logits, rows.num_tokens, rows.token_ids, num_seqs, step, rows.token_ids.stride(0), **_blocks()
-    )
+        sampled, logprobs if has_chances else unread, cu_logits, rows.num_tokens, rows.token_ids,
+        chances if has_chances else unread, num_seqs, step, rows.token_ids.stride(0),
+        chances.stride(0) if has_chances else 0, **_store_constants(has_chances),
+    )  # fmt: skip
 
 
-def store_drafts_ref(rows: Rows, sampled: Tensor, cu_logits: Tensor, step: int) -> None:
-    """Draft number `step` of each sequence that drafts as many goes behind the known tokens and the drafts before."""
+def store_drafts_ref(
+    rows: Rows,
+    sampled: Tensor,
+    cu_logits: Tensor,
+    step: int,
+    logprobs: Tensor | None = None,
+    chances: Tensor | None = None,
+) -> None:
+    """Draft number `step` of each sequence that drafts as many goes behind the known tokens and the drafts before.
+
+    Its chance is the logarithm of how likely the draft takes all of its drafts up to this one: -inf from a NaN on.
+    """
     for b, (known, row) in enumerate(zip(rows.num_tokens.tolist(), cu_logits.tolist(), strict=False)):
         if cu_logits[b + 1] > row:
             rows.token_ids[b, known + step] = sampled[row]
+            if chances is not None:
+                logprob = logprobs[row].clamp(max=0.0).nan_to_num(float("-inf"), neginf=float("-inf"))
+                chances[b, step] = logprob + (chances[b, step - 1] if step else 0.0)
 
 
 def noise_keys(
@@ -273,27 +316,39 @@ def settle_round(
     sampled: Tensor,  # [M] int64: the target's token of each row that it has run
     ok: Tensor,  # [M] bool: whether the row has one
     cu_rows: Tensor,  # [B + 1] int32
-    result: Tensor,  # [B, NUM_COUNTS + K + 1] int32: output tokens, accepted, drafts, whether it failed; the tokens
+    num_drafts: Tensor,  # [B] int32: made, of which the target has run some
+    result: Tensor,  # [B, NUM_COUNTS + K + 1] int32: output tokens, accepted, drafts, whether it failed, made; tokens
+    end_ids: Tensor | None = None,  # [B] int32: the token that stands where there is none
 ) -> None:
     """What `settle_round_ref` says; nothing waits for the device."""
     if result.shape[1] > NUM_COUNTS + MAX_ROWS:
         raise ValueError(f"result has room for {result.shape[1] - NUM_COUNTS} tokens; allowed: {MAX_ROWS}")
     _settle_kernel[(len(rows.num_tokens),)](
-        sampled, ok, cu_rows, rows.token_ids, rows.num_tokens, rows.draft_context_lens, rows.limits, rows.has_draft,
-        result, rows.token_ids.stride(0), result.stride(0), **_settle_constants(),
+        sampled, ok, cu_rows, num_drafts, num_drafts if end_ids is None else end_ids,
+        rows.token_ids, rows.num_tokens, rows.draft_context_lens, rows.limits, rows.has_draft, result,
+        rows.token_ids.stride(0), result.stride(0), **_settle_constants(end_ids is not None),
     )  # fmt: skip
 
 
-def settle_round_ref(rows: Rows, sampled: Tensor, ok: Tensor, cu_rows: Tensor, result: Tensor) -> None:
+def settle_round_ref(
+    rows: Rows,
+    sampled: Tensor,
+    ok: Tensor,
+    cu_rows: Tensor,
+    num_drafts: Tensor,
+    result: Tensor,
+    end_ids: Tensor | None = None,
+) -> None:
     """The longest prefix of drafts that are the target's own tokens, and its next one, become known.
 
     Lengths are all that rolls back: rejected drafts lie behind them. Where the row behind the accepted drafts has no
-    token, the sequence ends here until somebody raises its limit.
+    token, the sequence has failed (1), and ends here until somebody raises its limit; or goes on with its end_id (2).
     """
     bounds = cu_rows.tolist()
     for b, (first, last) in enumerate(pairwise(bounds)):
         known, k, accepted = int(rows.num_tokens[b]), last - first - 1, 0
         result[b, :NUM_COUNTS] = 0
+        result[b, NUM_COUNTS - 1] = num_drafts[b]
         if last == first:
             continue
         while (
@@ -301,10 +356,13 @@ def settle_round_ref(rows: Rows, sampled: Tensor, ok: Tensor, cu_rows: Tensor, r
         ):
             accepted += 1
         has_next = bool(ok[first + accepted])
+        failed, token_ids = int(not has_next), sampled[first:last].int()
+        if failed and end_ids is not None:
+            failed, has_next, token_ids[accepted] = 2, True, end_ids[b]
         outputs = accepted + has_next
-        result[b, :NUM_COUNTS] = torch.tensor([outputs, accepted, k, not has_next], dtype=torch.int32)
-        result[b, NUM_COUNTS : NUM_COUNTS + outputs] = sampled[first : first + outputs]
-        rows.token_ids[b, known : known + outputs] = sampled[first : first + outputs].int()
+        result[b, : NUM_COUNTS - 1] = torch.tensor([outputs, accepted, k, failed], dtype=torch.int32)
+        result[b, NUM_COUNTS : NUM_COUNTS + outputs] = token_ids[:outputs]
+        rows.token_ids[b, known : known + outputs] = token_ids[:outputs]
         rows.num_tokens[b] = known + outputs
         if not has_next:
             rows.limits[b] = known + outputs

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import triton
+from triton.runtime.jit import JITFunction
 
 TYPES = {
     torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64",
@@ -38,6 +39,22 @@ def kernel(*aligned: str) -> Callable[[Callable], Any]:
         parameters = inspect.signature(function).parameters
         names = [name for name, p in parameters.items() if "constexpr" not in str(p.annotation)]
         assert set(aligned) <= set(names), f"{function.__name__} has no arguments {set(aligned) - set(names)}"
-        return triton.jit(function, do_not_specialize=[name for name in names if name not in aligned])
+        jitted = triton.jit(function, do_not_specialize=[name for name in names if name not in aligned])
+        if isinstance(jitted, JITFunction):  # no interpreter
+            jitted.run = on_its_device(jitted.run)
+        return jitted
 
     return decorate
+
+
+def on_its_device(run: Callable) -> Callable:
+    """A launch on the device of its first argument, which Triton would make on the thread's current one."""
+
+    def run_there(tensor: torch.Tensor, *args: Any, **named: Any) -> Any:
+        device = tensor.device
+        if device.index == torch.cuda.current_device():
+            return run(tensor, *args, **named)
+        with torch.cuda.device(device):
+            return run(tensor, *args, **named)
+
+    return run_there

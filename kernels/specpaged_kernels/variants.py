@@ -33,11 +33,13 @@ from specpaged_kernels import (
     realign,
     rejection,
     rms_norm,
+    select_drafts,
     store_kv,
 )
 from specpaged_kernels.jit import OPTIONS, Variant
 
-OPERATIONS = (paged_attention, store_kv, pack, accept, rejection, linear, lm_head, rms_norm, realign, decoding_round)
+OPERATIONS = (paged_attention, store_kv, pack, accept, rejection, linear, lm_head, rms_norm, realign, decoding_round,
+              select_drafts)  # fmt: skip
 ARCHS = (80, 90)
 _RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+)")
 

@@ -20,12 +20,16 @@ def engine_class(config: EngineConfig, models: Sequence[LoadedModel]) -> type[En
         return OverlapEngine
     if not config.device_round:
         return Engine
-    target = models[0]
+    check_device_round(models[0])
+    from specpaged.engine.device_engine import DeviceEngine  # where it is wanted: defining kernels takes seconds
+
+    return DeviceEngine
+
+
+def check_device_round(target: LoadedModel) -> None:
+    """ValueError where the target's passes cannot be those of a device's own round."""
     if target.implementation != "flat" or target.backend != "triton":
         raise ValueError(
             f"device_round=True needs the flat decoder on Triton's kernels; {target.name} runs as "
             f"{target.implementation!r} on {target.backend!r}; allowed here: device_round=False"
         )
-    from specpaged.engine.device_engine import DeviceEngine  # where it is wanted: defining kernels takes seconds
-
-    return DeviceEngine

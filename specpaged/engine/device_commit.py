@@ -31,18 +31,22 @@ class Flight:
     reading: Reading  # see `settle_round`
 
 
-class _Outcome(NamedTuple):
+class Outcome(NamedTuple):
     """What a round was to one sequence."""
 
     token_ids: list[int]
     num_accepted: int
-    num_drafts: int
+    num_drafts: int  # that were verified
     failed: bool  # no token, or NaN, in the row behind the accepted ones
+    num_made: int  # drafts, verified or not
+    is_made_up: bool  # its last token is none of the model's: there was none, and its end stands for it
 
     @classmethod
-    def of(cls, row: SequenceOf[int]) -> _Outcome:
-        num_outputs, num_accepted, num_drafts, failed = row[:NUM_COUNTS]
-        return cls(list(row[NUM_COUNTS : NUM_COUNTS + num_outputs]), num_accepted, num_drafts, bool(failed))
+    def of(cls, row: SequenceOf[int]) -> Outcome:
+        """Of its row of `settle_round`'s result."""
+        num_outputs, num_accepted, num_drafts, failed, num_made = row[:NUM_COUNTS]
+        token_ids = list(row[NUM_COUNTS : NUM_COUNTS + num_outputs])
+        return cls(token_ids, num_accepted, num_drafts, failed == 1, num_made, failed == 2)
 
 
 def commit_flight(step: SpeculativeStep, batch: DeviceBatch, flight: Flight) -> tuple[list[ScheduledSequence], bool]:
@@ -57,14 +61,15 @@ def commit_flight(step: SpeculativeStep, batch: DeviceBatch, flight: Flight) -> 
         rows = flight.reading.values().tolist()
     entries: list[ScheduledSequence] = []
     fared: list[tuple[int, int]] = []
-    tries_again, num_drafts = False, 0
+    tries_again, num_drafts, num_made = False, 0, 0
     with metrics.stage("commit"):
         for member, drafted in zip(flight.members, flight.drafted, strict=True):
             sequence = member.sequence
             if batch.members.get(sequence) is not member or sequence.status is not SequenceStatus.RUNNING:
                 continue
-            outcome = _Outcome.of(rows[member.row])
+            outcome = Outcome.of(rows[member.row])
             num_drafts += outcome.num_drafts
+            num_made += outcome.num_made
             if outcome.num_drafts:
                 fared.append((outcome.num_drafts, outcome.num_accepted))
             entries.append(_commit(step, batch, member, drafted, outcome))
@@ -73,14 +78,14 @@ def commit_flight(step: SpeculativeStep, batch: DeviceBatch, flight: Flight) -> 
         metrics.rounds += len(entries) > 0
         metrics.unverified_kv_tokens = num_drafts
         metrics.peak_unverified_kv_tokens = max(metrics.peak_unverified_kv_tokens, num_drafts)
-        metrics.proposed_tokens += num_drafts
+        metrics.proposed_tokens += num_made
         if fared:
             metrics.record_drafts(*zip(*fared, strict=True))
     return entries, tries_again
 
 
 def _commit(
-    step: SpeculativeStep, batch: DeviceBatch, member: Member, drafted: bool, outcome: _Outcome
+    step: SpeculativeStep, batch: DeviceBatch, member: Member, drafted: bool, outcome: Outcome
 ) -> ScheduledSequence:
     """One sequence's share: its tokens, its KV, and what is counted of it."""
     sequence, metrics, known = member.sequence, step.metrics, member.state.num_tokens
@@ -119,7 +124,7 @@ def _commit(
     return ScheduledSequence(sequence, known - 1, 1, not outcome.failed)
 
 
-def _fail(step: SpeculativeStep, member: Member, outcome: _Outcome) -> None:
+def _fail(step: SpeculativeStep, member: Member, outcome: Outcome) -> None:
     """Without drafts that is the request's error; with them it may be NaN beside them, as `SpeculativeStep.verify` has
     it: the sequence drafts no more, and its next step says."""
     sequence = member.sequence

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from specpaged.drafting.base import DraftRow
-from specpaged.drafting.draft import NO_DRAFT
-from specpaged.engine.device_batch import DeviceBatch, draft_context_len
+from specpaged.engine.device_batch import DeviceBatch
 from specpaged.engine.device_commit import Flight, commit_flight
+from specpaged.engine.device_launch import launch, row_state, take_over
 from specpaged.engine.engine import Engine
 from specpaged.engine.host_reasons import decodes, why_never, why_not
 from specpaged.engine.scheduler import ScheduledStep
@@ -23,11 +22,8 @@ from specpaged.modeling.device_round import DeviceRound
 from specpaged.modeling.device_state import DeviceState, RowState
 from specpaged.outputs import RequestOutput
 from specpaged.paging.block_allocator import OutOfBlocksError
-from specpaged.paging.page_table import DRAFT
 
 logger = logging.getLogger("specpaged")
-
-_MOST_BEHIND = 2  # tokens that a round's first pass of the draft runs of a sequence
 
 
 class DeviceEngine(Engine):
@@ -57,7 +53,12 @@ class DeviceEngine(Engine):
         self.batch = DeviceBatch(state)
         if record is None and CudaGraphs.why_not(target.model, config.enforce_eager) is None:
             record = Recorder(device)
-        self.round = DeviceRound(state, target, self.draft, self.vocabulary.size, self.max_draft_tokens, record)
+        speculative = config.speculative_config
+        num_selected = None
+        if speculative is not None and speculative.selection == "tetris":
+            num_selected = speculative.num_speculative_tokens
+        vocab_size, num_drafts = self.vocabulary.size, self.max_draft_tokens
+        self.round = DeviceRound(state, target, self.draft, vocab_size, num_drafts, record, num_selected)
 
     @override
     @torch.inference_mode()
@@ -93,6 +94,17 @@ class DeviceEngine(Engine):
         # Nobody was prefilled, and yet the first of those who wait was not admitted: there are no blocks for it.
         self._refused = queue if queue == self._queue() else None
         return outputs
+
+    def keep_on_host(self, reason: str | None) -> None:
+        """From now on all rounds are the host's, for this reason; with None they are the device's where they can be.
+
+        For who compares them; no sequence may be here.
+        """
+        if self.has_unfinished_requests:
+            raise RuntimeError("rounds are kept on the host, or no longer, between requests alone")
+        if self._flight is not None:  # of sequences that have ended
+            self._land()
+        self._never = reason or why_never(self)
 
     @override
     def check_integrity(self) -> None:
@@ -156,10 +168,10 @@ class DeviceEngine(Engine):
         budget, configured = self.config.max_num_batched_tokens - len(running), self._num_configured()
         try:
             for sequence in running:
-                self._take_over(sequence)
+                take_over(sequence)
                 k = min(configured, sequence.max_draft_tokens, budget)
                 budget -= k
-                state = self._state(sequence, k, drafts=configured > 0)
+                state = row_state(sequence, self._limit(sequence), k, drafts=configured > 0)
                 states.append(state)
                 most = state.num_tokens + k + (self._flight is not None) * (self.round.num_drafts + 1)
                 # The last token of all has no KV.
@@ -174,64 +186,18 @@ class DeviceEngine(Engine):
             return 0
         return self.config.speculative_config.num_draft_tokens(len(self.scheduler.running))
 
-    def _state(self, sequence: Sequence, k: int, drafts: bool) -> RowState:
-        """The row of a sequence with k drafts; where nobody `drafts`, its KV of the draft falls behind."""
-        params = sequence.params
-        limit = self.config.max_model_len
-        if params.max_tokens is not None:
-            limit = min(limit, sequence.num_prompt_tokens + params.max_tokens)
-        has_draft = drafts and sequence.max_draft_tokens > 0
-        return RowState(
-            num_tokens=len(sequence.token_ids),
-            draft_context_len=draft_context_len(sequence) if has_draft else 0,
-            limit=limit,
-            max_drafts=k,
-            has_draft=has_draft,
-            num_prompt_tokens=sequence.num_prompt_tokens,
-            seed=sequence.seed,
-            temperature=params.temperature,
-        )
-
-    def _take_over(self, sequence: Sequence) -> None:
-        """Drop what the host has drafted for a sequence, if anything: its rounds draft for themselves."""
-        sequence.draft, num_tokens = NO_DRAFT, len(sequence.token_ids)
-        if draft_context_len(sequence) >= num_tokens:
-            sequence.page_table.truncate(DRAFT, num_tokens - 1)
+    def _limit(self, sequence: Sequence) -> int:
+        """The tokens that there may be of a sequence."""
+        most = sequence.params.max_tokens
+        if most is None:
+            return self.config.max_model_len
+        return min(self.config.max_model_len, sequence.num_prompt_tokens + most)
 
     def _launch(self, states: list[RowState]) -> Flight:
-        running = list(self.scheduler.running)
-        self._catch_up(states)
-        members = self.batch.sync(running, states)
-        self.batch.state.flush()
-        late = self._flight is not None
-        lengths = [min(s.limit, s.num_tokens + s.max_drafts + late * (self.round.num_drafts + 1)) for s in states]
-        temperatures = [sequence.params.temperature for sequence in running]
-        num_drafts = self._num_configured() if any(state.has_draft for state in states) else 0
-        bucket = self.round.bucket(
-            self.batch.num_rows, num_drafts, lengths, any(temperatures), any(t not in (0, 1) for t in temperatures)
-        )
-        result = self.round.launch(bucket)
-        return Flight(members, [state.has_draft for state in states], self.copies.read(result))
-
-    def _catch_up(self, states: list[RowState]) -> None:
-        """Run the draft over what it has not seen, but for what a round runs itself."""
-        rows = []
-        for sequence, state in zip(self.scheduler.running, states, strict=True):
-            if not state.has_draft:
-                continue
-            start, end = state.draft_context_len, state.num_tokens - 1
-            # Of a round in flight in which nobody drafts everybody gets one token.
-            late = self._flight is not None and not self.batch.members[sequence].state.has_draft
-            if end + 1 + late - start > _MOST_BEHIND and end > start:
-                table = sequence.page_table
-                rows.append(DraftRow(sequence, sequence.token_ids[start:end], start, table.entries, 0, 0))
-                state.draft_context_len = end
-        if not rows:
-            return
-        step = self.speculative_step
-        step.drafter.propose(rows, step.sampling([]))
-        for row in rows:
-            row.sequence.page_table.advance(DRAFT, len(row.token_ids))
+        return launch(
+            self.speculative_step, self.batch, self.round, self.copies, list(self.scheduler.running), states,
+            self._num_configured(), late=self._flight is not None,
+        )  # fmt: skip
 
     def _land(self) -> None:
         """Read the round in flight, if there is one, and do what follows from it."""

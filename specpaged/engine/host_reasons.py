@@ -10,8 +10,11 @@ from specpaged_kernels.limits import MAX_ROWS
 from specpaged_kernels.pack import BLOCKS
 
 if TYPE_CHECKING:
+    from specpaged.config import EngineConfig
     from specpaged.engine.engine import Engine
     from specpaged.engine.sequence import Sequence
+    from specpaged.engine.step import SpeculativeStep
+    from specpaged.modeling.model_runner import ModelRunner
     from specpaged.sampling.request import SamplingRequest
 
 
@@ -33,8 +36,18 @@ def why_not(sequence: Sequence) -> str | None:
 
 def why_never(engine: Engine) -> str | None:
     """Why all steps of an engine are the host's."""
-    config, drafter = engine.config, engine.speculative_step.drafter
-    for runner in (engine.target, engine.draft):
+    reason = why_no_rounds(engine.config, engine.speculative_step, engine.draft, engine.max_draft_tokens)
+    if reason is None and engine.draft is not None and engine.kv_layout.num_shared_pools == 1:
+        return "blocks of the draft's own"
+    return reason
+
+
+def why_no_rounds(
+    config: EngineConfig, step: SpeculativeStep, draft: ModelRunner | None, max_draft_tokens: int
+) -> str | None:
+    """Why no round of such steps can be the device's, whoever the host is."""
+    drafter = step.drafter
+    for runner in (step.target, draft):
         if runner is not None and (runner.model.backend != "triton" or runner.model.implementation != "flat"):
             return "models"
     if engine.draft is not None and engine.draft.model.device != engine.target.model.device:
@@ -47,10 +60,8 @@ def why_never(engine: Engine) -> str | None:
         return None
     if not isinstance(drafter, DraftModelDrafter):
         return "drafter"
-    if engine.kv_layout.num_shared_pools == 1:
-        return "blocks of the draft's own"
-    if engine.speculative_step.planner is not None:
+    if config.speculative_config.is_adaptive:
         return "adaptive K"
-    if engine.speculative_step.verifier.name == "rejection":
+    if step.verifier.name == "rejection":
         return "rejection"
-    return "K" if engine.max_draft_tokens >= MAX_ROWS else None
+    return "K" if max_draft_tokens >= MAX_ROWS else None

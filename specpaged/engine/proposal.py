@@ -16,7 +16,6 @@ from specpaged.drafting.draft_model import DraftModelDrafter
 from specpaged.engine.draft_planner import num_unseen
 from specpaged.engine.draft_row import draft_row, lacks_hidden_states
 from specpaged.engine.sequence import Sequence
-from specpaged.modeling.placement import on
 from specpaged.paging.block_allocator import IntegrityError
 from specpaged.paging.page_table import DRAFT
 from specpaged.sampling import get_sampling_batch
@@ -57,10 +56,9 @@ class Proposal:
         """Ask the drafter. Raises IntegrityError; any other error is kept: whatever is drafted, nobody ends for it."""
         target, device = self.step.target.model.device, self.sampling.device
         try:
-            with on(device):
-                self.drafts = self.step.drafter.propose(self.rows, self.sampling, self.plan.stop_rule)
-                if device != target:
-                    self.drafts = [draft.on(target) for draft in self.drafts]
+            self.drafts = self.step.drafter.propose(self.rows, self.sampling, self.plan.stop_rule)
+            if device != target:
+                self.drafts = [draft.on(target) for draft in self.drafts]
         except IntegrityError:
             raise
         except Exception as error:

@@ -12,6 +12,7 @@ import logging
 import threading
 from bisect import bisect_left
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -21,6 +22,7 @@ from torch import Tensor
 from specpaged.modeling.forward_output import Argmax, ForwardOutput, ForwardRequest, HiddenStates, HiddenStatesRequest
 from specpaged.modeling.loaded_model import LoadedModel
 from specpaged.modeling.ragged_batch import RaggedBatch
+from specpaged.modeling.rank_agreement import RankAgreement
 from specpaged.paging.kv_cache import PagedKVCache
 
 if TYPE_CHECKING:
@@ -58,23 +60,26 @@ _CAPTURING = threading.Lock()  # of all models: capturing waits for the device, 
 class Recorder:
     """Captures on a CUDA device. Graphs share one pool of memory, as they are replayed one after the other.
 
-    Meanwhile other threads may use the device, but for captures, which wait for one another.
+    Meanwhile other threads may use the device, but for captures, which wait for one another. `around` is what has to be
+    around every capture, where somebody else's collectives are in it.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, around: Callable[[], AbstractContextManager] = nullcontext) -> None:
         self.device = device
+        self._around = around
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, run: Callable[[], None]) -> Callable[[], object]:
         """Captures `run` and returns what replays it. Raises RuntimeError where it cannot be captured."""
-        with _CAPTURING, torch.cuda.device(self.device):
+        with _CAPTURING, torch.cuda.device(self.device), self._around():
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 run()  # compiles what is not compiled yet, which a capture cannot
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            # On a stream of this device: torch's own is of the one that was captured on first.
+            with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
                 run()
         return graph.replay
 
@@ -89,12 +94,20 @@ class CudaGraphs:
         context_lens   A B C . . . . .        cu_items       of the WorkList likewise
     """
 
-    def __init__(self, model: LoadedModel, kv_cache: PagedKVCache, max_model_len: int, record: Record | None = None):
+    def __init__(
+        self,
+        model: LoadedModel,
+        kv_cache: PagedKVCache,
+        max_model_len: int,
+        record: Record | None = None,
+        agreement: RankAgreement | None = None,
+    ):
         from specpaged_kernels.paged_attention import choose_tiles  # where it is wanted: defining kernels takes seconds
 
         self.model = model
         self.kv_cache = kv_cache
         self._record = record or Recorder(model.device)
+        self._agreement = agreement  # of ranks that run the model together
         # None: could not be captured.
         self._captured: dict[Bucket, Captured | None] = {}
         heads = model.decoder.layers[0].heads  # a flat decoder's layers have one geometry
@@ -227,12 +240,20 @@ class CudaGraphs:
             for buffer, values in zip(_tensors(output), _tensors(computed), strict=True):
                 buffer.copy_(values)
 
+        agreement = self._agreement
+        if agreement is not None:
+            agreement.check_same(bucket)
         logger.info("%s: capturing passes of up to %d rows, %d items", self.model.name, *bucket[:2])
+        captured, why_not = None, "another rank could not capture them"
         try:
-            return Captured(paged_pass, self._record(run), output)
+            captured = Captured(paged_pass, self._record(run), output)
         except RuntimeError as error:  # out of memory is one
-            logger.warning("%s: passes of up to %d rows run eagerly: %s", self.model.name, rows, error)
-            return None
+            why_not = str(error)
+        if agreement is not None and not agreement.all_have(captured is not None):
+            captured = None
+        if captured is None:
+            logger.warning("%s: passes of up to %d rows run eagerly: %s", self.model.name, rows, why_not)
+        return captured
 
     def _output_buffers(self, num_logits: int, bucket: Bucket) -> ForwardOutput:
         """Views of the static buffers, which all graphs share."""

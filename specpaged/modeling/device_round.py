@@ -2,6 +2,7 @@
 
     plan      how many drafts each sequence has, and what each pass runs of it     (decoding_round)
     K times   pack -> the draft's pass -> sample -> store the drafts
+    at most once, where drafts are selected from: which of them the target verifies         (select_drafts)
     once      pack -> the target's pass -> sample -> settle: what stands, lengths, the next round's inputs, the result
 
 Sizes are those of a bucket, and lengths are data: a pass has rows for the most that its sequences may run, and those
@@ -11,7 +12,8 @@ that nobody runs are filler. So a round can be captured as a graph, once for eac
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,13 +23,14 @@ from torch import Tensor
 from specpaged.modeling.attention.triton_pass import PackedPass
 from specpaged.modeling.cuda_graphs import Record
 from specpaged.modeling.device_state import DeviceState
-from specpaged.modeling.forward_output import Argmax, ForwardOutput, ForwardRequest
+from specpaged.modeling.forward_output import Argmax, DraftedTokens, ForwardOutput, ForwardRequest
 from specpaged.modeling.model_runner import ModelRunner
 from specpaged.modeling.ragged_batch import RaggedBatch
 from specpaged_kernels.accept import sample
 from specpaged_kernels.decoding_round import NUM_COUNTS, Rows, noise_keys, plan_round, settle_round, store_drafts
 from specpaged_kernels.pack import Packed, pack
 from specpaged_kernels.paged_attention import choose_tiles
+from specpaged_kernels.select_drafts import select_drafts
 
 logger = logging.getLogger("specpaged")
 
@@ -69,8 +72,18 @@ class _Geometry:
         return 1 << max(0, num_items - 1).bit_length()
 
 
+class _Sampled(NamedTuple):
+    """The token of each row of logits [M], as Argmax has it, and how likely it is to the model."""
+
+    argmax: Argmax
+    logprobs: Tensor | None  # [M] float32, where they are wanted
+
+
 class DeviceRound:
     """Rounds of the sequences in a DeviceState, of at most `num_drafts` drafts each.
+
+    With `num_selected` the target verifies so many for each of the sequences that run, the likeliest of all. Who has no
+    token stops, or with `makes_up` goes on with its row's end_id.
 
     With `record`, a round is captured when the first one of its bucket comes, and replayed from then on. The result
     [num_rows, NUM_COUNTS + K + 1] int32 of the last round is as `settle_round` says.
@@ -84,14 +97,19 @@ class DeviceRound:
         vocab_size: int,
         num_drafts: int,
         record: Record | None = None,
+        num_selected: int | None = None,
+        makes_up: bool = False,
     ):
         self.state = state
         self.target = target
         self.draft = draft
         self.vocab_size = vocab_size
         self.num_drafts = num_drafts if draft is not None else 0
+        self.num_selected = num_selected
+        self.makes_up = makes_up
         self._record = record
         self._replays: dict[RoundBucket, object] = {}  # what repeats a round; None: it could not be captured
+        self._mark: Callable[[str], object] = _mark_nothing
         self._geometries = {runner: _Geometry.of(runner) for runner in (target, draft) if runner is not None}
         shape = (state.num_rows, NUM_COUNTS + self.num_drafts + 1)
         self.result = torch.zeros(shape, dtype=torch.int32, device=target.model.device)
@@ -117,6 +135,17 @@ class DeviceRound:
         else:
             replay()
         return self.result[: bucket.num_seqs]
+
+    @contextmanager
+    def eager(self, mark: Callable[[str], object]) -> Iterator[None]:
+        """Within it rounds run kernel by kernel, and `mark` is called behind the launch of each of their stages: plan,
+        draft (all of its passes), select (where that is done), target, settle."""
+        before = self._record, self._replays, self._mark
+        self._record, self._replays, self._mark = None, {}, mark
+        try:
+            yield
+        finally:
+            self._record, self._replays, self._mark = before
 
     @property
     def num_captured(self) -> int:
@@ -144,18 +173,31 @@ class DeviceRound:
         num_seqs, steps = bucket.num_seqs, bucket.num_drafts
         rows = self.state.rows(num_seqs)
         plan = plan_round(rows, steps)
+        selects = self.num_selected is not None and self.num_selected < steps
+        device = rows.num_tokens.device
+        chances = torch.empty(num_seqs, steps, dtype=torch.float32, device=device) if selects else None
+        self._mark("plan")
         for step in range(steps):
             num_rows = num_seqs * (_FIRST_PASS_ROWS if step == 0 else 1)
             of_step = (plan.starts[step], plan.ends[step], plan.num_logits[step])
             packed = self._pack(self.draft, rows, of_step, num_rows, num_seqs, bucket.draft_items)
             logits_idx = packed.logits_idx if step == 0 else None
-            sampled = self._sampled(self.draft, bucket, rows, packed, of_step[0], logits_idx, step)
-            store_drafts(rows, sampled.token_ids, packed.cu_logits, step)
-        of_target = (plan.starts[steps], plan.ends[steps], plan.num_logits[steps])
-        num_rows = num_seqs * (steps + 1)
+            argmax, logprobs = self._sampled(self.draft, bucket, rows, packed, of_step[0], logits_idx, step, selects)
+            store_drafts(rows, argmax.token_ids, packed.cu_logits, step, logprobs, chances)
+        self._mark("draft")
+        ends, num_logits, most = plan.ends[steps], plan.num_logits[steps], steps
+        if selects:
+            ends, num_logits = select_drafts(plan, chances, self.num_selected)
+            most = self.num_selected
+            self._mark("select")
+        of_target = (plan.starts[steps], ends, num_logits)
+        num_rows = num_seqs * (most + 1)  # in all, however deep some of them go
         packed = self._pack(self.target, rows, of_target, num_rows, num_rows, bucket.target_items)
-        sampled = self._sampled(self.target, bucket, rows, packed, of_target[0], None, 0)
-        settle_round(rows, *sampled, packed.cu_logits, self.result[:num_seqs])
+        argmax, _ = self._sampled(self.target, bucket, rows, packed, of_target[0], None, 0)
+        self._mark("target")
+        end_ids = self.state.fields["end_ids"][:num_seqs] if self.makes_up else None
+        settle_round(rows, *argmax, packed.cu_logits, plan.num_drafts, self.result[:num_seqs], end_ids)
+        self._mark("settle")
 
     def _pack(
         self,
@@ -182,23 +224,26 @@ class DeviceRound:
         starts: Tensor,
         logits_idx: Tensor | None,  # None: of every row of the pass
         step: int,  # drafts that come before a sequence's first row of logits
-    ) -> Argmax:
+        wants_logprobs: bool = False,
+    ) -> _Sampled:
         """The token of each row of logits [M], as `SamplingBatch.sample` would have it; likewise for filler rows."""
-        greedy = not bucket.draws and runner.model.has_argmax
+        greedy = not (bucket.draws or wants_logprobs) and runner.model.has_argmax
         output = self._forward(runner, packed, starts, logits_idx, self.vocab_size if greedy else None)
         if output.argmax is not None:
-            return output.argmax
+            return _Sampled(output.argmax, None)
         logits = output.logits.float()[:, : self.vocab_size]
-        if not bucket.draws:
-            return Argmax(*sample(logits))
-        fields, num_seqs = self.state.fields, bucket.num_seqs
-        of_seeds = (fields[name][:num_seqs] for name in ("seeds", "draws", "num_prompt_tokens"))
-        keys = noise_keys(rows, *of_seeds, packed.cu_logits, len(logits), step)
+        keys = None
+        if bucket.draws:
+            fields, num_seqs = self.state.fields, bucket.num_seqs
+            of_seeds = (fields[name][:num_seqs] for name in ("seeds", "draws", "num_prompt_tokens"))
+            keys = noise_keys(rows, *of_seeds, packed.cu_logits, len(logits), step)
         if bucket.has_temperatures:
             row_idx = torch.arange(len(logits), dtype=torch.int32, device=logits.device)
-            owners = torch.searchsorted(packed.cu_logits[1:], row_idx, right=True).clamp_(max=num_seqs - 1)
-            logits = logits / self.state.temperatures(num_seqs).index_select(0, owners).unsqueeze(-1)
-        return Argmax(*sample(logits, keys))
+            owners = torch.searchsorted(packed.cu_logits[1:], row_idx, right=True).clamp_(max=bucket.num_seqs - 1)
+            temperatures = self.state.temperatures(bucket.num_seqs)
+            logits = logits / temperatures.index_select(0, owners).unsqueeze(-1)
+        argmax = Argmax(*sample(logits, keys))
+        return _Sampled(argmax, DraftedTokens.of(logits, argmax.token_ids).logprobs if wants_logprobs else None)
 
     def _forward(
         self, runner: ModelRunner, packed: Packed, starts: Tensor, logits_idx: Tensor | None, argmax_of: int | None
@@ -221,6 +266,10 @@ class DeviceRound:
         paged_pass = PackedPass(batch, len(packed.token_ids), cache.layers, packed.work_list)
         request = ForwardRequest(logits_idx, logits_idx, argmax_of)
         return model.run(packed.token_ids, packed.positions, paged_pass, request)
+
+
+def _mark_nothing(stage: str) -> None:
+    """Nobody times the stages."""
 
 
 def _up_to(count: int, multiple: int) -> int:

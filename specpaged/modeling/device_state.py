@@ -40,6 +40,7 @@ class RowState:
     num_prompt_tokens: int
     seed: int  # of 64 bits
     temperature: float  # 0: greedy
+    end_id: int = 0  # the token that stands where there is none, of rounds that make one up
     blocks: list[int] = field(default_factory=list, compare=False)
 
     def ints(self) -> dict[str, int]:
@@ -54,6 +55,7 @@ class RowState:
             "num_prompt_tokens": self.num_prompt_tokens,
             "draws": int(self.temperature > 0),
             "temperatures": temperature,
+            "end_ids": self.end_id,
         }
 
 

@@ -18,7 +18,6 @@ from specpaged.modeling.flat.source import FlatSource
 from specpaged.modeling.linear import OWN_KERNELS, RowExactLinear
 from specpaged.modeling.loaded_model import LoadedModel, held_bytes
 from specpaged.modeling.numerics import InexactError, choose_attention_scheme, fast_attention_scheme
-from specpaged.modeling.placement import on
 from specpaged.modeling.self_check import check_against_eager, check_rows
 from specpaged.modeling.shard import Shard
 from specpaged.modeling.source import Source
@@ -59,31 +58,29 @@ def load_model(
     text_config = config.get_text_config()
     max_model_len = _check_max_model_len(max_model_len, text_config, model)
     source, not_flat = _open(model_impl, model, config, wanted, device, max_model_len, trust_remote_code, shard)
-    with on(device):
-        loaded = compute_form(
-            source,
-            config,
-            model,
-            device=device,
-            max_model_len=max_model_len,
-            kv_cache_dtype=kv_cache_dtype,
-            numerics=numerics,
-            attention_backend=attention_backend,
-            block_size=block_size,
-            not_flat=not_flat,
-            eos_token_ids=_eos_token_ids(model, text_config),
-        )
+    loaded = compute_form(
+        source,
+        config,
+        model,
+        device=device,
+        max_model_len=max_model_len,
+        kv_cache_dtype=kv_cache_dtype,
+        numerics=numerics,
+        attention_backend=attention_backend,
+        block_size=block_size,
+        not_flat=not_flat,
+        eos_token_ids=_eos_token_ids(model, text_config),
+    )
     if shard is not None:
         # Other kernels choose how to add up by a matrix's shape, which splitting changes.
         kernels = {module.scheme.kernel for module in loaded.decoder.modules() if isinstance(module, RowExactLinear)}
         is_ours = loaded.exact and loaded.backend in OWN_KERNELS and kernels <= OWN_KERNELS
         bits = "the bits of one" if is_ours else "bits differ from those of one"
         loaded.numerics_scheme += f"; rank {shard.rank} of {shard.size}, {bits}"
-    with on(device):
-        if loaded.implementation == "transformers":
-            check_against_eager(loaded, block_size)
-        if loaded.exact:
-            check_rows(loaded, block_size)
+    if loaded.implementation == "transformers":
+        check_against_eager(loaded, block_size)
+    if loaded.exact:
+        check_rows(loaded, block_size)
     return loaded
 
 
@@ -222,6 +219,9 @@ def _check_device(device: str | torch.device) -> torch.device:
         raise ValueError(f"device must be 'cpu' or 'cuda[:index]', got {device!r}")
     if checked.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device is {device!r}, and torch sees no CUDA device here; allowed: 'cpu'")
+    if checked.index is not None and checked.type == "cuda" and checked.index >= torch.cuda.device_count():
+        last = torch.cuda.device_count() - 1
+        raise ValueError(f"device is {device!r}; allowed here: 'cpu', 'cuda', 'cuda:0' .. 'cuda:{last}'")
     return checked
 
 

@@ -22,7 +22,6 @@ from specpaged.modeling.forward_output import (
     HiddenStatesRequest,
 )
 from specpaged.modeling.loaded_model import LoadedModel
-from specpaged.modeling.placement import on
 from specpaged.modeling.ragged_batch import RaggedBatch, RaggedRow
 from specpaged.modeling.rounds import DecodingRow, Rounds
 from specpaged.paging.kv_cache import KVCache
@@ -69,8 +68,7 @@ class ModelRunner:
         if batch.hidden_idx is None:
             hidden = None
         fused = self.model.has_argmax and len(batch.logits_idx) > 0
-        with on(self.model.device):
-            output = self._run(batch, argmax_of if fused else None, hidden, features)
+        output = self._run(batch, argmax_of if fused else None, hidden, features)
         if output.argmax is not None:
             return output
         logits = output.logits.float()
@@ -90,8 +88,7 @@ class ModelRunner:
         """What heads whose further passes read no KV find behind one more token [M] int64 of each of their hidden
         states [M, H]: logits [M, V] float32, and hidden states.
         """
-        with on(self.model.device):
-            logits, hidden = self.model.decoder.recur(hidden, token_ids)
+        logits, hidden = self.model.decoder.recur(hidden, token_ids)
         return ForwardOutput(logits.float(), None, HiddenStates(hidden, ()))
 
     @torch.inference_mode()

@@ -9,11 +9,12 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from specpaged.config import EngineConfig
-from specpaged.modeling.cuda_graphs import CudaGraphs
+from specpaged.modeling.cuda_graphs import CudaGraphs, Record
 from specpaged.modeling.heads.loading import load_heads
 from specpaged.modeling.loaded_model import LoadedModel
 from specpaged.modeling.loading import load_model, load_tokenizer
 from specpaged.modeling.model_runner import ModelRunner
+from specpaged.modeling.rank_agreement import RankAgreement
 from specpaged.modeling.shard import Shard
 from specpaged.paging.kv_cache import KVCache
 
@@ -67,13 +68,24 @@ class ModelPair:
         """The target's end-of-text tokens, but for ids without logits: none of those can end a sequence."""
         return tuple(token_id for token_id in self.target.eos_token_ids if 0 <= token_id < self.vocab_size)
 
-    def runners(self, kv_caches: Sequence[KVCache], max_model_len: int, enforce_eager: bool) -> list[ModelRunner]:
-        """A runner for each model on its KV cache, with CUDA graphs where passes can be captured and may be."""
+    def runners(
+        self,
+        kv_caches: Sequence[KVCache],
+        max_model_len: int,
+        enforce_eager: bool,
+        record: Record | None = None,
+        agreement: RankAgreement | None = None,
+    ) -> list[ModelRunner]:
+        """A runner for each model on its KV cache, with CUDA graphs where passes can be captured and may be.
+
+        Of a target that is spread over ranks, `record` captures passes, and `agreement` says whether all of them have.
+        """
         runners = []
         for model, cache in zip(self.models, kv_caches, strict=True):
             graphs = None
             if CudaGraphs.why_not(model, enforce_eager) is None:
-                graphs = CudaGraphs(model, cache, max_model_len)
+                of_ranks = (record, agreement) if model is self.target else ()  # the draft is whole on every rank
+                graphs = CudaGraphs(model, cache, max_model_len, *of_ranks)
             runners.append(ModelRunner(model, cache, graphs))
         return runners
 

@@ -24,6 +24,8 @@ OPTIONS: dict[str, tuple[str | bool, ...]] = {
     "draft_kv_cache_dtype": DTYPES,
     "attention_backend": ATTENTION_BACKENDS,
     "model_impl": MODEL_IMPLS,
+    "device_round": (True, False),
+    "tensor_parallel_graphs": (True, False),
 }
 DRAFTER_OPTIONS = "drafter_options"  # another key: what a custom drafter is made with, a mapping
 DRAFT_OPTIONS = [key for key in OPTIONS if key.startswith("draft_")]
@@ -52,6 +54,14 @@ def engine_config(vllm_config: VllmConfig, device: str) -> EngineConfig:
             f"--additional-config specpaged['draft_{name}']={value!r} needs a speculative_config with a method of "
             f"{', '.join(WITH_MODEL)}"
         )
+    if given.get("device_round") and not scheduler.async_scheduling:
+        raise ValueError(
+            "--additional-config specpaged['device_round']=True needs asynchronous scheduling, which vLLM has off; "
+            "allowed without it: False"
+        )
+    # A rank that could not capture a pass would leave the others waiting in theirs, were it not for what they agree on.
+    ranks_capture = given.pop("tensor_parallel_graphs", False)
+    enforce_eager = model.enforce_eager or (vllm_config.parallel_config.tensor_parallel_size > 1 and not ranks_capture)
     made_with = given.pop(DRAFTER_OPTIONS, None)
     if made_with is not None and method != "custom":
         raise ValueError(
@@ -93,7 +103,7 @@ def engine_config(vllm_config: VllmConfig, device: str) -> EngineConfig:
         max_num_seqs=scheduler.max_num_seqs,
         max_num_batched_tokens=max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs),
         enable_prefix_caching=cache.enable_prefix_caching,
-        enforce_eager=model.enforce_eager,
+        enforce_eager=enforce_eager,
         seed=model.seed,
         trust_remote_code=model.trust_remote_code,
         **given,

@@ -30,11 +30,16 @@ from specpaged.vllm_plugin.sequences import Sequences
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 
+    from specpaged.vllm_plugin.device_rounds import DeviceRounds, RoundOutput
+
 logger = init_logger(__name__)
 
 
 class SpecPagedModelRunner:
-    """Runs what vLLM's scheduler says, on its blocks. `asynchronous` is whether steps are planned ahead."""
+    """Runs what vLLM's scheduler says, on its blocks. `asynchronous` is whether steps are planned ahead.
+
+    With `rounds`, which need that, steps in which everybody decodes are the device's, and are read one step later.
+    """
 
     def __init__(
         self,
@@ -47,9 +52,11 @@ class SpecPagedModelRunner:
         self.sequences = sequences
         self.metrics_export = metrics_export
         self.asynchronous = asynchronous
+        self.rounds: DeviceRounds | None = None
         # A step between its two calls, where vLLM makes up the grammars' bitmask in between.
         self._scored: ScoredStep | None = None
         self._scheduled: SchedulerOutput | None = None
+        self._round: RoundOutput | None = None  # likewise, where the device runs the step by itself
         self._drafted: list[Sequence] = []  # those of the last step, drafts or not
 
     @property
@@ -66,7 +73,7 @@ class SpecPagedModelRunner:
     @property
     def has_step(self) -> bool:
         """Whether `sample` is to follow."""
-        return self._scored is not None
+        return self._scored is not None or self._round is not None
 
     @torch.inference_mode()
     def execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput | None:
@@ -74,15 +81,26 @@ class SpecPagedModelRunner:
 
         None where `sample` is to follow: a grammar's bitmask comes with it, and asynchronous scheduling asks for it.
         """
+        host_reason = None
+        if self.rounds is not None:
+            host_reason = self.rounds.why_host(scheduled)
+            if host_reason is not None:
+                self.rounds.host_steps[host_reason] += 1
+                self.rounds.land()
         with self.metrics.stage("schedule"):
             entries, gone = self.sequences.update(scheduled)
             for sequence in gone:
                 self.speculative_step.forget(sequence)
+            if self.rounds is not None:
+                self.rounds.forget(gone)
             for sequence in self.sequences.new:
                 if sequence.max_draft_tokens and not admits(self.speculative_step.planner):
                     sequence.max_draft_tokens = 0
         if not entries:
             return EMPTY_MODEL_RUNNER_OUTPUT
+        if self.rounds is not None and host_reason is None:
+            self._round, self._drafted = self.rounds.run(entries, scheduled), []
+            return None
         has_grammar = any(entry.samples and entry.sequence in self.sequences.has_grammar for entry in entries)
         self._scheduled = scheduled
         self._scored = self.speculative_step.score(entries, takes_argmax=not has_grammar)
@@ -91,8 +109,15 @@ class SpecPagedModelRunner:
         return self.sample(None)
 
     @torch.inference_mode()
-    def sample(self, grammar: GrammarOutput | None) -> ModelRunnerOutput:
-        """Verify the step, commit what stands of it, and propose for the next one."""
+    def sample(self, grammar: GrammarOutput | None) -> ModelRunnerOutput | RoundOutput:
+        """Verify the step, commit what stands of it, and propose for the next one.
+
+        Of a step that the device runs, what it will have come to: nobody waits for it here.
+        """
+        if self._round is not None:
+            output, self._round = self._round, None
+            self._export_metrics()
+            return output
         scored, self._scored = self._scored, None
         scheduled, self._scheduled = self._scheduled, None
         if grammar is not None:
@@ -110,8 +135,7 @@ class SpecPagedModelRunner:
         self.speculative_step.propose(scored, reserve)
         self._drafted = [entry.sequence for entry in scored.entries]
         self.sequences.note_draft_kv(self._drafted)
-        if self.metrics_export is not None:
-            self.metrics_export.update(self.metrics)
+        self._export_metrics()
         return self._output(scored, verified, num_nans)
 
     def take_drafts(self) -> DraftTokenIds:
@@ -123,6 +147,12 @@ class SpecPagedModelRunner:
         """IntegrityError where a page table or a pool is not as it is to be."""
         self.sequences.check_integrity()
         self.speculative_step.check_integrity()
+        if self.rounds is not None:
+            self.rounds.check_integrity()
+
+    def _export_metrics(self) -> None:
+        if self.metrics_export is not None:
+            self.metrics_export.update(self.metrics)
 
     def _under_grammar(self, scored: ScoredStep, scheduled: SchedulerOutput, grammar: GrammarOutput) -> ScoredStep:
         """The step with its token masks, without drafts that no grammar has seen."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from specpaged.drafting.draft import NO_DRAFT, Draft
 from specpaged.engine.scheduler import ScheduledSequence
-from specpaged.engine.sequence import Sequence, derived_seed
+from specpaged.engine.sequence import Sequence, SequenceStatus, derived_seed
 from specpaged.paging.block_allocator import IntegrityError
 from specpaged.paging.leased_page_table import LeasedPageTable
 from specpaged.paging.page_table import DRAFT, TARGET
@@ -63,6 +63,10 @@ class Sequences:
 
     def __len__(self) -> int:
         return len(self._sequences)
+
+    def __getitem__(self, request_id: str) -> Sequence:
+        """KeyError of one that has not been scheduled, or has ended."""
+        return self._sequences[request_id]
 
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._sequences.values())
@@ -126,6 +130,7 @@ class Sequences:
             LeasedPageTable(self.num_blocks, self.block_size, self.num_pools),
             self.max_draft_tokens if asked is None else asked,
         )
+        sequence.status = SequenceStatus.RUNNING
         sequence.sampling_request = self._sampling_request(sequence, given)
         sequence.stop_ids = params.stop_token_ids if params.ignore_eos else sequence.sampling_request.stop_ids
         if params.prompt_logprobs is not None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import psutil
 import torch
 import vllm
 from typing_extensions import override
-from vllm.distributed import ensure_model_parallel_initialized, get_tp_group, init_distributed_environment
+from vllm.distributed import get_tp_group
 from vllm.logger import init_logger
 from vllm.platforms.interface import set_assigned_physical_gpu_ids
 from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -23,7 +22,6 @@ from specpaged.engine.report import StartupReport
 from specpaged.engine.step import SpeculativeStep
 from specpaged.metrics import EngineMetrics
 from specpaged.modeling.pair import ModelPair
-from specpaged.modeling.shard import Shard, gathered
 from specpaged.paging.kv_cache import PagedKVCache
 from specpaged.vllm_plugin import admission
 from specpaged.vllm_plugin.compat import check_version
@@ -31,7 +29,9 @@ from specpaged.vllm_plugin.config import REST_SECONDS, engine_config
 from specpaged.vllm_plugin.memory import run_largest_step
 from specpaged.vllm_plugin.metrics import MetricsExport
 from specpaged.vllm_plugin.model_runner import SpecPagedModelRunner
+from specpaged.vllm_plugin.ranks import get_captures, get_shard
 from specpaged.vllm_plugin.refusals import Refusals, while_starting
+from specpaged.vllm_plugin.round_choice import get_rounds
 from specpaged.vllm_plugin.sequences import Sequences
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
-    from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+    from vllm.v1.outputs import AsyncModelRunnerOutput, DraftTokenIds, ModelRunnerOutput
 
     from specpaged.drafting.base import Drafter
     from specpaged.modeling.model_runner import ModelRunner
@@ -83,7 +83,10 @@ class SpecPagedWorker(Refusals, WorkerBase):
         else:
             self.device = torch.device(kind)
         self.engine_config = engine_config(self.vllm_config, str(self.device))
-        self.shard = self._shard()
+        self.shard = get_shard(
+            self.vllm_config.parallel_config, self.rank, self.local_rank, self.distributed_init_method,
+            self.current_platform.dist_backend, self.device,
+        )  # fmt: skip
 
     def _device_index(self) -> int:
         """The index that vLLM's own worker would take: engines side by side share a machine's devices.
@@ -103,23 +106,6 @@ class SpecPagedWorker(Refusals, WorkerBase):
         if parallel.assigned_physical_gpu_ids is not None:
             set_assigned_physical_gpu_ids(parallel.assigned_physical_gpu_ids)
         return self.current_platform.logical_device_id_to_visible_device_id(rank)
-
-    def _shard(self) -> Shard | None:
-        """This rank's part of the target, under tensor parallelism: vLLM's groups gather what the ranks compute."""
-        parallel = self.vllm_config.parallel_config
-        if parallel.tensor_parallel_size == 1:
-            return None
-        # Names the shared memory of vLLM's CPU communicator.
-        os.environ.setdefault("VLLM_DIST_IDENT", self.distributed_init_method.rsplit(":")[-1].rsplit("/")[-1])
-        backend = self.current_platform.dist_backend
-        init_distributed_environment(
-            parallel.world_size, self.rank, self.distributed_init_method, self.local_rank, backend
-        )
-        ensure_model_parallel_initialized(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
-        group = get_tp_group()
-        # vLLM's own gather in shared memory, which it has on CPUs with AVX-512, divides by zero (0.32).
-        all_gather = partial(gathered, group.cpu_group) if self.device.type == "cpu" else group.all_gather
-        return Shard(group.rank_in_group, group.world_size, all_gather)
 
     @override
     @while_starting
@@ -217,14 +203,14 @@ class SpecPagedWorker(Refusals, WorkerBase):
         metrics_export = MetricsExport(parallel.data_parallel_index) if self.is_driver_worker else None
         asynchronous = self.vllm_config.scheduler_config.async_scheduling
         self.model_runner = SpecPagedModelRunner(speculative_step, sequences, metrics_export, asynchronous)
+        self.model_runner.rounds = get_rounds(config, speculative_step, sequences)
         logger.info("%s", StartupReport.of(config, target, draft, self.model_runner.costs))
 
     def _runners(self, pair: ModelPair, caches: Sequence[PagedKVCache]) -> tuple[ModelRunner, Drafter | None]:
         """The target's runner, and the drafter, on these pools."""
         config = self.engine_config
-        # A rank that could not capture a pass would leave the others waiting in theirs.
-        enforce_eager = config.enforce_eager or self.shard is not None
-        target, *drafts = pair.runners(caches, config.max_model_len, enforce_eager)
+        of_ranks = () if self.shard is None or config.enforce_eager else get_captures(self.device)
+        target, *drafts = pair.runners(caches, config.max_model_len, config.enforce_eager, *of_ranks)
         # Tokens of one step are in one pass: a request may find blocks in the cache that another one fills in it.
         num_tokens = config.max_num_batched_tokens + config.max_num_seqs
         return target, get_drafter(config, target, *(drafts or [None]), pair.vocab_size, num_tokens)
@@ -246,8 +232,8 @@ class SpecPagedWorker(Refusals, WorkerBase):
         """Runs the step; where a grammar is yet to be heeded, what it puts out comes from `sample_tokens`."""
         return self.model_runner.execute(scheduler_output)
 
-    def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput:
-        """Verifies and commits the step, and proposes for the next one."""
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput | AsyncModelRunnerOutput:
+        """Verifies and commits the step, and proposes for the next one; or says where its tokens will be."""
         if not self.model_runner.has_step:
             return self.refuse("sample_tokens", "there is no step to sample from, execute_model comes before it")
         return self.model_runner.sample(grammar_output)
@@ -290,7 +276,8 @@ class SpecPagedWorker(Refusals, WorkerBase):
         shapes, served = ([(m.kv_spec, m.kv_dtype, m.dtype, p.vocab_size) for m in p.models] for p in (pair, self.pair))
         if shapes != served:
             raise ValueError(f"weights_path={weights_path!r} has models of another shape than those that are served")
-        step = self.model_runner.speculative_step
+        runner, step = self.model_runner, self.model_runner.speculative_step
         step.target, step.drafter = self._runners(pair, self.caches)
         self.pair, self.engine_config = pair, config
+        runner.rounds = get_rounds(config, step, runner.sequences, runner.rounds)
         logger.info("weights were loaded again from %s", config.model)

@@ -12,6 +12,7 @@ from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from specpaged.modeling import loading
+from tests import toys
 
 
 def _float32(handle: TensorHandle) -> np.ndarray:
@@ -85,3 +86,18 @@ def _uninitialised_memory_is_nan():
     assert torch.empty(3).isnan().all()
     yield
     torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture(scope="session")
+def small_pair(tmp_path_factory):
+    """Of one layer each: the interpreter takes seconds for every round."""
+    path = tmp_path_factory.mktemp("small")
+    for role, seed in (("target", 0), ("draft", 0)):
+        model = toys.model(seed, num_hidden_layers=1, vocab_size=64)
+        if role == "draft":
+            torch.manual_seed(1)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(0.03 * torch.randn_like(parameter))
+        model.save_pretrained(path / role)
+    return toys.Pair(str(path / "target"), str(path / "draft"))

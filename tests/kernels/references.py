@@ -15,6 +15,7 @@ from specpaged_kernels import decoding_round, linear, lm_head, rms_norm
 from specpaged_kernels.accept import accept_ref, sample_ref
 from specpaged_kernels.pack import pack_ref
 from specpaged_kernels.paged_attention import paged_attention_ref
+from specpaged_kernels.select_drafts import select_drafts_ref
 from specpaged_kernels.store_kv import store_kv_ref
 
 
@@ -85,6 +86,7 @@ def put_in_place(monkeypatch) -> None:
         (device_round, "pack", pack),
         (device_round, "plan_round", decoding_round.plan_round_ref),
         (device_round, "store_drafts", decoding_round.store_drafts_ref),
+        (device_round, "select_drafts", select_drafts_ref),
         (device_round, "settle_round", decoding_round.settle_round_ref),
     ):
         monkeypatch.setattr(module, name, function)

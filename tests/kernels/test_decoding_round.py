@@ -66,10 +66,10 @@ def test_the_worked_example_of_the_docstring():
     rows.token_ids[0, 6:9], rows.token_ids[1, 9:12] = ints([1, 2, 3]), ints([1, 2, 3])
     sampled, ok = torch.tensor([1, 9, 3, 4, 1, 2, 3, 8, 7]), torch.ones(9, dtype=torch.bool)
     result = torch.zeros(3, NUM_COUNTS + 4, dtype=torch.int32)
-    settle_round(rows, sampled, ok, ints([0, 4, 8, 9]), result)
+    settle_round(rows, sampled, ok, ints([0, 4, 8, 9]), plan.num_drafts, result)
     assert rows.num_tokens.tolist() == [8, 13, 8]
     assert rows.draft_context_lens.tolist() == [7, 11, 7]
-    assert result[:, :NUM_COUNTS].tolist() == [[2, 1, 3, 0], [4, 3, 3, 0], [1, 0, 0, 0]]
+    assert result[:, :NUM_COUNTS].tolist() == [[2, 1, 3, 0, 3], [4, 3, 3, 0, 3], [1, 0, 0, 0, 0]]
     assert rows.token_ids[0, 6:8].tolist() == [1, 9]
     assert rows.token_ids[1, 9:13].tolist() == [1, 2, 3, 8]
     assert plan_round(rows, 3).num_logits[-1].tolist() == [4, 4, 0]
@@ -100,16 +100,23 @@ def test_what_a_round_leaves_is_its_references(rows, data):
         store_drafts(rows, sampled.long(), cu_logits, step)
         store_drafts_ref(theirs, sampled.long(), cu_logits, step)
         assert_same(rows, theirs)
-    counts = plan.num_logits[-1].tolist()
+    # Of some drafts no row is run, as where they are selected from.
+    left_out = [data.draw(st.integers(0, max(0, count - 1))) for count in plan.num_logits[-1].tolist()]
+    counts = (plan.num_logits[-1] - ints(left_out)).tolist()
     total = sum(counts)
     sampled = torch.tensor(data.draw(st.lists(st.integers(0, 3), min_size=total, max_size=total))).long()
     ok = torch.tensor(data.draw(st.lists(st.integers(0, 4), min_size=total, max_size=total))).bool()
     results = [torch.full((len(counts), NUM_COUNTS + num_steps + 1), -1, dtype=torch.int32) for _ in range(2)]
     before = rows.num_tokens.clone()
-    settle_round(rows, sampled, ok, ints([0, *accumulate(counts)]), results[0])
-    settle_round_ref(theirs, sampled, ok, ints([0, *accumulate(counts)]), results[1])
+    cu_rows = ints([0, *accumulate(counts)])
+    end_ids = ints([7 + b for b in range(len(counts))]) if data.draw(st.booleans()) else None
+    settle_round(rows, sampled, ok, cu_rows, plan.num_drafts, results[0], end_ids)
+    settle_round_ref(theirs, sampled, ok, cu_rows, plan.num_drafts, results[1], end_ids)
     assert_same(rows, theirs)
     assert torch.equal(*results)
+    if end_ids is not None:
+        assert not (results[0][:, 3] == 1).any()
+        assert (rows.num_tokens > before)[ints(counts) > 0].all()  # whoever runs gets a token
     assert (rows.num_tokens <= torch.maximum(rows.limits, before)).all()
     assert ((rows.draft_context_lens < rows.num_tokens) | (rows.num_tokens == 0)).all()
 

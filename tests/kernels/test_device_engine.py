@@ -203,6 +203,33 @@ def test_captured_rounds_are_replayed_for_whoever_runs(tokenizer_pair, plain):
     assert llm.metrics.accepted_tokens > 0
 
 
+@pytest.mark.parametrize("synchronous", [True, False])
+def test_the_likeliest_drafts_of_a_batch_are_verified_and_outputs_are_those_of_plain_decoding(
+    tokenizer_pair, plain, synchronous, monkeypatch
+):
+    """TETRIS: one draft for each sequence, of three; the target's pass has no row for more of them."""
+    passes, pack = [], device_round.pack
+
+    def watched(token_ids, starts, ends, num_logits, table, block_size, num_rows, *rest):
+        passes.append(((ends - starts).tolist(), num_rows))
+        return pack(token_ids, starts, ends, num_logits, table, block_size, num_rows, *rest)
+
+    monkeypatch.setattr(device_round, "pack", watched)
+    tetris = {"num_speculative_tokens": 1, "selection": "tetris", "tetris_extra_proposals": 2}
+    llm = make(tokenizer_pair, 1, synchronous=synchronous, speculative=tetris | {"model": tokenizer_pair.draft})
+    params = [GREEDY_9, SamplingParams(temperature=0.8, seed=3, max_tokens=9, ignore_eos=True), GREEDY_9]
+    assert generate(llm, PROMPTS, params) == generate(plain, PROMPTS, params)
+    assert generate(llm, PROMPTS, GREEDY) == generate(plain, PROMPTS, GREEDY)  # else the argmax would be enough
+    of_target = passes[3::4]  # behind three of the draft
+    assert all(sum(lens) <= 2 * sum(map(bool, lens)) <= num_rows for lens, num_rows in of_target)
+    assert {max(lens) for lens, _ in of_target} >= {2, 3}
+    assert {num_rows for lens, num_rows in of_target if len(lens) > 2} <= {6, 8}  # of 3 or 4 sequences
+    metrics = llm.metrics
+    assert metrics.proposed_tokens > metrics.draft_tokens >= metrics.accepted_tokens > 0
+    assert "adaptive K" not in llm.engine.host_steps
+    assert metrics.steps > sum(llm.engine.host_steps.values())
+
+
 GREEDY_9 = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
 
 
@@ -225,12 +252,12 @@ def test_a_row_without_a_token_is_looked_into_by_the_host_and_drafts_no_more(
     """As where NaN in a draft's KV spoils the rows before it: it passes without drafts, and nobody else is touched."""
     settle, calls = device_round.settle_round, []
 
-    def spoil(rows, sampled, ok, cu_rows, result):
+    def spoil(rows, sampled, ok, cu_rows, *rest):
         calls.append(0)
         if len(calls) == 2:
             ok = ok.clone()
             ok[: int(cu_rows[1])] = False
-        settle(rows, sampled, ok, cu_rows, result)
+        settle(rows, sampled, ok, cu_rows, *rest)
 
     monkeypatch.setattr(device_round, "settle_round", spoil)
     llm = make(tokenizer_pair, 2, synchronous=synchronous)

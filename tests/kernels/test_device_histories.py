@@ -62,12 +62,14 @@ def plain(toy_pair, _references):
 @pytest.mark.parametrize("history", range(60 if "SPECPAGED_ALL_HISTORIES" in os.environ else 6))
 def test_output_is_plain_decodings_through_preemption_chunks_forks_caching_and_aborts(toy_pair, plain, history):
     rng = random.Random(history)
-    k, draft_is_target = rng.choice([0, 1, 3]), rng.random() < 0.5
+    k, draft_is_target = rng.choice([0, 1, 2, 3]), rng.random() < 0.5
     draft = toy_pair.target if draft_is_target else toy_pair.draft
     speculative = {"model": draft, "num_speculative_tokens": k, "numerics": "exact"}
     if k and rng.random() < 0.3:
         speculative["num_speculative_tokens_per_batch_size"] = [[1, 2, k], [3, 3, 0], [4, 64, 1]]
         del speculative["num_speculative_tokens"]
+    elif k and rng.random() < 0.5:
+        speculative |= {"selection": "tetris", "tetris_extra_proposals": rng.choice([1, 2])}
     llm = LLM(
         toy_pair.target,
         speculative_config=speculative if k else None,

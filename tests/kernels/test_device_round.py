@@ -1,4 +1,4 @@
-"""Rounds in the kernels themselves, in Triton's interpreter; and that nothing of one waits for the device."""
+"""That nothing of a round waits for the device, and what a round is launched for."""
 
 import re
 
@@ -6,29 +6,10 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from specpaged import LLM, SamplingParams
+from specpaged import LLM
 from specpaged.modeling.device_round import RoundBucket, _Geometry
-from tests import toys
 from tests.kernels import references
 from tests.kernels.test_cuda_graphs import WAITS, launch_nothing
-
-GREEDY = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
-SAMPLED = SamplingParams(temperature=0.7, seed=3, max_tokens=3, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def small_pair(tmp_path_factory):
-    """Of one layer each: the interpreter takes seconds for every round."""
-    path = tmp_path_factory.mktemp("small")
-    for role, seed in (("target", 0), ("draft", 0)):
-        model = toys.model(seed, num_hidden_layers=1, vocab_size=64)
-        if role == "draft":
-            torch.manual_seed(1)
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.add_(0.03 * torch.randn_like(parameter))
-        model.save_pretrained(path / role)
-    return toys.Pair(str(path / "target"), str(path / "draft"))
 
 
 def make(pair, **arguments) -> LLM:
@@ -41,14 +22,6 @@ def make(pair, **arguments) -> LLM:
     )
 
 
-def token_ids(llm: LLM, params) -> list[list[int]]:
-    prompts = [{"prompt_token_ids": [5, 9, 2]}, {"prompt_token_ids": [7, 1]}]
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-    llm.engine.check_integrity()
-    assert llm.engine.allocator.num_held == 0
-    return [output.outputs[0].token_ids for output in outputs]
-
-
 @pytest.fixture
 def llm_to_launch(small_pair):
     """Loaded with the kernels' references for what a decoder's layers call, which is quicker; nothing of it is run."""
@@ -57,20 +30,11 @@ def llm_to_launch(small_pair):
         return make(small_pair, attention_backend="triton", device_round=True)
 
 
-def test_rounds_in_the_kernels_decode_what_torch_does(small_pair):
-    """By the fused argmax where all are greedy, and with noise on logits where one is not."""
-    torch_llm = make(small_pair, attention_backend="torch")
-    llm = make(small_pair, attention_backend="triton", device_round=True)
-    for params in ([GREEDY, GREEDY], [SAMPLED, GREEDY]):
-        assert token_ids(llm, params) == token_ids(torch_llm, params)
-    assert llm.metrics.steps > sum(llm.engine.host_steps.values())
-    assert llm.metrics.draft_tokens > 0
-
-
-@pytest.mark.parametrize("draws", [False, True])
-def test_nothing_in_a_round_waits_for_the_device(llm_to_launch, draws, monkeypatch):
+@pytest.mark.parametrize(("draws", "num_selected"), [(False, None), (True, None), (True, 1)])
+def test_nothing_in_a_round_waits_for_the_device(llm_to_launch, draws, num_selected, monkeypatch):
     """Launched on fake tensors, which hold nothing that could be waited for; a planted wait is seen."""
     llm = llm_to_launch
+    llm.engine.round.num_selected = num_selected
     launch_nothing(monkeypatch)
     bucket = RoundBucket(2, 2, 2, 2, draws, has_temperatures=draws)
 

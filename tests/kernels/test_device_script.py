@@ -1,8 +1,14 @@
 """The device benchmark, on tiny shapes in the interpreter: what it checks is right. Timing needs a GPU."""
 
+import itertools
+from dataclasses import replace
+
 from benchmarks.device import loop
 from benchmarks.device.__main__ import main, succeeded
 from specpaged.config import ROLLBACKS
+from specpaged.metrics import STAGES
+from tests.benchmarks.test_stage_clock import FakeDevice
+from tests.kernels import references
 
 
 def test_every_check_passes(capsys):
@@ -38,6 +44,48 @@ def test_the_loop_decodes_the_same_in_every_way(capsys, tmp_path):
     result["loop"]["identical"]["exact"] = False
     assert not succeeded(result)
     assert capsys.readouterr().out.rstrip().endswith("}")
+
+
+def test_the_loop_looks_at_rounds_of_the_device(monkeypatch):
+    """By a clock that goes on by a second whenever somebody looks, on the kernels' references."""
+    references.put_in_place(monkeypatch)
+    device, seconds = FakeDevice(), itertools.count()
+    spans = []
+
+    def look(run):
+        before = len(spans)
+        run()
+        spans.append((before, before + 1))
+        return [(0.0, 1.0), (3.0, 4.0)]
+
+    scale = replace(
+        loop.SMOKE, attention_backend="triton", batch_sizes=(2,), numerics=("exact",), has_rounds=True, seconds=1e9
+    )
+    result = loop.run(scale, 1e9, loop.Tools(device.event, device.wait, look, lambda: float(next(seconds))))
+    cells = {(cell["way"], cell["K"]): cell for cell in result["cells"]}
+    assert list(cells) == [("eager", 0), ("eager", 2), ("rounds", 0), ("rounds", 2)]
+    assert result["identical"] == {"exact": True}
+    assert result["left_out"] == []
+    assert all(cell["idle_share"] == 0.5 for cell in cells.values())
+    assert set(cells["eager", 2]["device_ms"]) == set(STAGES)
+    for k in (0, 2):
+        cell = cells["rounds", k]
+        assert list(cell["device_ms"]) == ["plan", "draft", "target", "settle"]
+        # Of the seconds of each step, which begins and ends with a look, two looks are of who waits for the round.
+        assert cell["step_ms"]["median"] == 3e3
+        assert cell["host_ms"] == 2e3
+        assert cell["stage_floor_ms"]["target"] == cell["floor_ms"] > cell["stage_floor_ms"]["draft"] * (k == 0)
+        assert "host_ms" not in cells["eager", k]
+    assert cells["rounds", 2]["acceptance_rate"] > 0.3
+
+
+def test_cells_for_which_there_is_no_time_are_named():
+    seconds = itertools.count()
+    result = loop.run(replace(loop.SMOKE, seconds=3.0), None, loop.Tools(clock=lambda: float(next(seconds))))
+    names = [(cell["B"], cell["K"]) for cell in result["cells"]]
+    assert names == [(1, 0)]
+    assert len(result["left_out"]) == 7
+    assert result["left_out"][0] == {"B": 1, "numerics": "exact", "way": "eager", "K": 2}
 
 
 def test_runs_agree_as_far_as_the_shortest_of_them_came():

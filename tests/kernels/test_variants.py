@@ -26,6 +26,7 @@ from specpaged_kernels.paged_attention import choose_tiles, paged_attention, wor
 from specpaged_kernels.realign import realign
 from specpaged_kernels.rejection import reject
 from specpaged_kernels.rms_norm import rms_norm
+from specpaged_kernels.select_drafts import select_drafts
 from specpaged_kernels.store_kv import store_kv
 from specpaged_kernels.variants import ARCHS, all_variants, kind, name
 from tests import toys
@@ -173,13 +174,16 @@ def test_operations_launch_nothing_that_is_not_in_the_table(dtype, monkeypatch):
     table = torch.zeros(2, 4, dtype=torch.int32)
     pack(torch.zeros(2, 64, dtype=torch.int32), ints, ints, ints, table, 16, 8, 4, 4, 8, 1024)
     rows = Rows(torch.zeros(2, 64, dtype=torch.int32), *(ints.clone() for _ in range(5)))
-    plan_round(rows, 3)
+    plan, chances = plan_round(rows, 3), torch.zeros(2, 3)
     store_drafts(rows, torch.zeros(5, dtype=torch.int64), cu_rows, 1)
+    store_drafts(rows, torch.zeros(5, dtype=torch.int64), cu_rows, 1, torch.zeros(5), chances)
+    select_drafts(plan, chances, 1)
     noise_keys(rows, torch.zeros(2, 2, dtype=torch.int32), ints, ints, cu_rows, 5, 0)
-    settle_round(
-        rows, torch.zeros(5, dtype=torch.int64), torch.ones(5, dtype=torch.bool), cu_rows,
-        torch.zeros(2, 8, dtype=torch.int32),
-    )  # fmt: skip
+    for end_ids in (None, ints):
+        settle_round(
+            rows, torch.zeros(5, dtype=torch.int64), torch.ones(5, dtype=torch.bool), cu_rows, ints,
+            torch.zeros(2, 9, dtype=torch.int32), end_ids,
+        )  # fmt: skip
     assert launches.keys <= table_keys()
     assert launches.unaligned == set()
     assert {k[0] for k in launches.keys} == {k[0] for k in table_keys()}

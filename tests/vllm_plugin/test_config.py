@@ -58,6 +58,23 @@ def test_what_vllm_was_told_reaches_our_parts():
     assert engine_config(vllm_config(), "cpu").speculative_config is None
 
 
+@pytest.mark.parametrize(
+    ("num_ranks", "options", "eager", "expected"),
+    [
+        (1, {}, False, False),
+        (1, {}, True, True),
+        (2, {}, False, True),
+        (2, {"tensor_parallel_graphs": False}, False, True),
+        (2, {"tensor_parallel_graphs": True}, False, False),
+        (2, {"tensor_parallel_graphs": True}, True, True),
+    ],
+)
+def test_ranks_run_kernel_by_kernel_unless_they_are_to_capture_their_gathers(num_ranks, options, eager, expected):
+    config = vllm_config(enforce_eager=eager, additional_config={"specpaged": options})
+    config.parallel_config.tensor_parallel_size = num_ranks
+    assert engine_config(config, "cpu").enforce_eager == expected
+
+
 @pytest.mark.parametrize("spelling", ["tests.drafting.test_custom:Repeats", "tests.drafting.test_custom.Repeats"])
 def test_a_custom_class_is_a_drafter_of_somebody_elses(spelling):
     asked = {"method": "custom_class", "model": spelling, "num_speculative_tokens": 3}
