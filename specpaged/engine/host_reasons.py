@@ -50,7 +50,7 @@ def why_no_rounds(
     for runner in (step.target, draft):
         if runner is not None and (runner.model.backend != "triton" or runner.model.implementation != "flat"):
             return "models"
-    if engine.draft is not None and engine.draft.model.device != engine.target.model.device:
+    if draft is not None and draft.model.device != step.target.model.device:
         return "devices"
     if config.schedule != "continuous" or config.rollback != "truncate":
         return "schedule"
