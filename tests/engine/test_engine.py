@@ -182,9 +182,9 @@ def test_k_follows_the_batch_size(toy_pair, plain, monkeypatch):
     llm = make_llm(toy_pair, speculative={"num_speculative_tokens_per_batch_size": [[1, 2, 5], [3, 5, 2], [6, 64, 0]]})
     score, steps = llm.engine.speculative_step.score, []
 
-    def watched(entries):
+    def watched(entries, **options):
         steps.append([entry.num_draft_tokens for entry in entries])
-        return score(entries)
+        return score(entries, **options)
 
     monkeypatch.setattr(llm.engine.speculative_step, "score", watched)
     outputs = generate(llm, prompts, params)

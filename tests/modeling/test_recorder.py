@@ -30,7 +30,8 @@ class FakeCuda:
     def stream(self, stream):
         return self._within(f"stream {stream.name}")
 
-    def graph(self, graph, pool, stream):
+    def graph(self, graph, pool, stream, capture_error_mode):
+        assert capture_error_mode == "thread_local"  # another lane may use the device meanwhile
         return self._within(f"capture on {stream.name} into {pool}")
 
     def Stream(self):
