@@ -14,7 +14,7 @@ from typing_extensions import override
 from specpaged.comparison.equivalence import Mismatch, TopTwo, compare, is_near_tie
 from specpaged.comparison.job import Job, Run
 from specpaged.comparison.one_at_a_time import Reference, decode
-from specpaged.config import EngineConfig
+from specpaged.config import BY_HALVES, EngineConfig
 from specpaged.llm import LLM
 from specpaged.modeling.rope import freeze_rope
 from specpaged.sampling_params import SamplingParams
@@ -56,6 +56,8 @@ class PlainReference(Reference):
         arguments = {name: getattr(config, name) for name in EngineConfig.__dataclass_fields__}
         arguments |= {"speculative_config": None, "max_num_seqs": 1, "kv_cache_memory_bytes": None}
         arguments |= {"device_round": False, "synchronous": False}
+        if config.schedule in BY_HALVES:  # which are of who drafts
+            arguments["schedule"] = "continuous"
         return cls(LLM(**arguments))
 
     @override

@@ -24,6 +24,15 @@ def test_processes_decode_what_one_decodes_and_raise_what_one_raises(toy_pair):
         decode(make, [[1] * 64], params[:1], processes=2)
 
 
+@pytest.mark.parametrize("schedule", ["overlap", "auto"])
+def test_what_is_drafted_beside_verification_is_compared_with_plain_decoding(toy_pair, schedule):
+    llm = LLM(toy_pair.target, speculative_config={"model": toy_pair.draft}, max_model_len=64, schedule=schedule)
+    [prompt] = [prompt["prompt_token_ids"] for prompt in toys.prompts(1, longest=20)]
+    params = SamplingParams(temperature=0.0, max_tokens=6)
+    [output] = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+    assert PlainReference.of(llm.config).generate(prompt, params) == output.outputs[0].token_ids
+
+
 def test_what_fails_in_loading_comes_through_as_itself():
     make = partial(LLM, "/nowhere/at/all")
     with pytest.raises(ValueError, match="model '/nowhere/at/all' does not exist"):
