@@ -18,6 +18,7 @@ ATTENTION_BACKENDS = ("auto", "torch", "cpp", "triton", "xformers")
 MODEL_IMPLS = ("auto", "flat", "transformers")
 SCHEDULES = ("continuous", "eqspec", "exspec")
 BY_HALVES = ("overlap", "auto")  # schedules, too, of batches that may go by halves
+SERVING = ("continuous", *BY_HALVES)  # the schedules that are not for studies
 ROLLBACKS = ("truncate", "repad", "gather", "compact", "group", "batch_min")
 MIN_WINDOW = 48  # of EXSPEC by default, as in the paper (arXiv 2510.22876)
 
@@ -128,24 +129,21 @@ class EngineConfig:
 
     @property
     def _is_for_studies(self) -> bool:
-        return self.schedule not in ("continuous", *BY_HALVES) or self.rollback != "truncate"
+        return is_for_studies(self.schedule, self.rollback)
 
     def _check_schedule_and_rollback(self) -> None:
         check_choice("schedule", self.schedule, (*SCHEDULES, *BY_HALVES))
         check_choice("rollback", self.rollback, ROLLBACKS)
         check_bool("sort_by_length", self.sort_by_length)
         self._check_halves()
-        is_for_studies, speculative = self._is_for_studies, self.speculative_config
-        if is_for_studies and speculative is not None and speculative.decides:
+        speculative = self.speculative_config if self._is_for_studies else None
+        serving = f"schedule={', '.join(map(repr, SERVING))} and rollback='truncate' alone"
+        studied = f"schedule={self.schedule!r}, rollback={self.rollback!r}"
+        if speculative is not None and speculative.decides:
             name = "selection" if speculative.selection == "tetris" else "num_speculative_tokens"
-            raise ValueError(
-                f"speculative_config[{name!r}]={getattr(speculative, name)!r} is for schedule='continuous' and "
-                f"rollback='truncate' alone; schedule={self.schedule!r}, rollback={self.rollback!r}"
-            )
-        for name in ("kv_cache_memory_bytes", "kv_window") if is_for_studies and speculative is not None else ():
-            studied = f"schedule={self.schedule!r}, rollback={self.rollback!r}"
-            alone = f"schedule='continuous' and rollback='truncate' alone; {studied}"
-            check_use(f"speculative_config[{name!r}]", getattr(speculative, name), False, alone)
+            raise ValueError(f"speculative_config[{name!r}]={getattr(speculative, name)!r} is for {serving}; {studied}")
+        for name in ("kv_cache_memory_bytes", "kv_window") if speculative is not None else ():
+            check_use(f"speculative_config[{name!r}]", getattr(speculative, name), False, f"{serving}; {studied}")
         if self.schedule != "exspec":
             for name in ("window", "sort_by_length"):
                 if getattr(self, name):
@@ -190,6 +188,11 @@ class EngineConfig:
             )
         if self.schedule == "overlap" and self.speculative_config is None:
             raise ValueError("schedule='overlap' hides drafting, and nobody drafts: speculative_config=None")
+
+
+def is_for_studies(schedule: str, rollback: str) -> bool:
+    """Whether these are there to be compared, and not to serve with."""
+    return schedule not in SERVING or rollback != "truncate"
 
 
 def _interprets_triton() -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 from tqdm import tqdm
 
 from specpaged.chat import ChatRenderer, Conversation, conversations
-from specpaged.config import BY_HALVES, EMBEDDED_DRAFT, EMBEDDED_TARGET, EngineConfig
+from specpaged.config import EMBEDDED_DRAFT, EMBEDDED_TARGET, EngineConfig, is_for_studies
 from specpaged.drafting import get_drafter, require_drafter
 from specpaged.engine import kv_memory
 from specpaged.engine.build import engine_class
@@ -270,11 +270,10 @@ def _engine_config(
             "{'model': ..., 'num_speculative_tokens': 5}"
         )
     if speculative_config is not None:
-        is_for_studies = (
-            engine_arguments.get("schedule", "continuous") not in ("continuous", *BY_HALVES)
-            or engine_arguments.get("rollback", "truncate") != "truncate"
+        studied = is_for_studies(
+            engine_arguments.get("schedule", "continuous"), engine_arguments.get("rollback", "truncate")
         )
-        speculative_config = speculative_config.resolved(engine_arguments.get("device", "cpu"), is_for_studies)
+        speculative_config = speculative_config.resolved(engine_arguments.get("device", "cpu"), studied)
     drafts_by_model = speculative_config is not None and speculative_config.model_method == "draft_model"
     if drafts_by_model and speculative_config.model is None:
         if not embedded and speculative_config.max_draft_tokens > 0:

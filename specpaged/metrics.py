@@ -145,9 +145,9 @@ class EngineMetrics(DraftCounters):
     Proposed tokens were drafted, whether or not they were selected to be verified. Draft blocks are those of a pool
     that is the draft's alone; requests without draft KV found no room in it, or no more, and decode plainly. In short
     steps drafts had no blocks of their own, as the target's pool had run out of them; released draft tokens were given
-    back for that before they were verified. In
-    overlapped steps, each of one half of the batch, drafts were made for the other one meanwhile: their seconds are
-    wall time, of which "score" and "verify" have as much as the one took, and "propose" as much as the other.
+    back for that before they were verified. In overlapped steps, each of one half of the batch, drafts were made for
+    the other one meanwhile: their seconds are wall time, of which "score" and "verify" have as much as the one took,
+    and "propose" as much as the other.
     """
 
     steps: int = 0

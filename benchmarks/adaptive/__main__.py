@@ -36,15 +36,12 @@ def main(
     import torch
 
     from benchmarks.adaptive.cell import Engines, ways_of
-    from benchmarks.adaptive.pairs import NAMES, make_pair
+    from benchmarks.adaptive.pairs import make_pair, named
     from benchmarks.adaptive.show import draw, print_table
     from benchmarks.environment import environment
 
     torch.set_num_threads(threads)
-    for part in pairs.split(";"):
-        if not any(part in name for name in NAMES):
-            raise typer.BadParameter(f"{part!r} is in no name of a pair; there are {'; '.join(NAMES)}")
-    wanted = [name for name in NAMES if any(part in name for part in pairs.split(";"))]
+    wanted = named(pairs)
     sizes = batch_sizes.split(",")
     for size in sizes:
         if size != "1-64" and not (size.isdigit() and int(size)):

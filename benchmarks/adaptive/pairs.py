@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from typer import BadParameter
+
 from benchmarks.contenders import sample_prompts
 from specpaged.config import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from specpaged.testing import synthetic_pair
@@ -64,6 +66,14 @@ NAMES += ["ngram, twice", "suffix, repetitive", "suffix, twice"]
 # Of every second request the drafts stand with 0.9, of the others with 0.2; or of each in turn.
 NAMES += [f"{kind}, draft {cost}" for kind in ("mixed", "turning") for cost in DRAFTS]
 TURNS_AFTER = 64  # tokens
+
+
+def named(parts: str) -> list[str]:
+    """The names that hold one of these parts, which ";" separates. BadParameter: a part is in none of them."""
+    for part in parts.split(";"):
+        if not any(part in name for name in NAMES):
+            raise BadParameter(f"{part!r} is in no name of a pair; there are {'; '.join(NAMES)}")
+    return [name for name in NAMES if any(part in name for part in parts.split(";"))]
 
 
 def make_pair(name: str, directory: Path, num_prompts: int) -> Pair:

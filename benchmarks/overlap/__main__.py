@@ -33,16 +33,13 @@ def main(
     os.environ["OMP_NUM_THREADS"] = str(threads)
     import torch
 
-    from benchmarks.adaptive.pairs import NAMES, make_pair
+    from benchmarks.adaptive.pairs import make_pair, named
     from benchmarks.environment import environment
     from benchmarks.overlap.cell import Cells
     from benchmarks.overlap.show import draw, print_table
 
     torch.set_num_threads(threads)
-    for part in pairs.split(";"):
-        if not any(part in name for name in NAMES):
-            raise typer.BadParameter(f"{part!r} is in no name of a pair; there are {'; '.join(NAMES)}")
-    wanted = [name for name in NAMES if any(part in name for part in pairs.split(";"))]
+    wanted = named(pairs)
     sizes = batch_sizes.split(",")
     for size in sizes:
         if not (size.isdigit() and int(size) > 1):

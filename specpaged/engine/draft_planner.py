@@ -109,7 +109,8 @@ class DraftPlanner:
         too_early = max(0, self._good_for - age)  # steps: somebody has come
         self._plan = ask(self.controller.plan, candidates, age, otherwise=Plan([0] * len(sequences)))
         if self._plan.tries_rows and (self.follows_target or self.clock.is_deaf):
-            self._plan = Plan([0] * len(sequences))  # heads have to run what the target runs, and would not
+            # Heads have to run what the target runs, and would not; and beside another lane nobody listens.
+            self._plan = Plan([0] * len(sequences))
         if self.followers is not None and not self._plan.lookups:  # whose finds those would lose, too
             self.followers.planned(sequences, self._plan.num_draft_tokens, age)
         self._plan_again = replace(self._plan, looks_back=())

@@ -154,7 +154,8 @@ def test_what_the_draft_does_not_hold_is_the_targets(toy_pair):
         (
             {"kv_window": 64},
             {"schedule": "eqspec"},
-            "speculative_config['kv_window']=64 is for schedule='continuous' and rollback='truncate' alone",
+            "speculative_config['kv_window']=64 is for schedule='continuous', 'overlap', 'auto' and "
+            "rollback='truncate' alone",
         ),
     ],
 )
