@@ -1,105 +1,266 @@
 """`python -m benchmarks.budget`: speculation with less memory beside speculation as it comes, and beside plain decoding
-under the same memory when there is little; the embedded pair, in turns; ends in JSON.
+under the same memory where there is little; conversations of several turns, up to 1,024 tokens.
 
-Generation memory is the blocks of both pools that were held at the peak, and a plan's buffers of the largest pass.
+Engines take turns of 30 ms at the same conversations. Generation memory is the blocks of both pools that were held at
+the peak, and a plan's buffers of the largest pass. Then, whether the largest batch of a plan is the engine's. Ends in a
+line of JSON.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import time
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Annotated, Any
 
-import torch
-
-from benchmarks.contenders import sample_prompts
-from specpaged import LLM, SamplingParams
-from specpaged.config import EMBEDDED_DRAFT, EMBEDDED_TARGET
-from specpaged.planning.checkpoint_tensors import CheckpointTensors
-from specpaged.planning.memory_model import MemoryModel
-from specpaged.planning.model_memory import ModelMemory
-from specpaged.studies.environment import environment
+import typer
 
 MAX_MODEL_LEN = 1024
 NARROW = {"kv_cache_dtype": "bfloat16"}
-LITTLE = 12 << 20  # bytes of KV: some sequences at once, of those that would run
+LITTLE = 1.5  # sequences of MAX_MODEL_LEN tokens that find room where there is little: a few, as they are shorter
+TURN_SECONDS = 0.03
+WIDE, PLAIN, PLAIN_NARROW, LITTLE_PLAIN = "as it comes", "plain", "plain, 16-bit KV", "little memory, plain"
+K = 3  # of the largest batch, which depends on it
+PLANNED = 5  # sequences, for which a plan has room
 
 
-def contenders(batch_size: int) -> dict[str, dict[str, Any]]:
-    """What LLM is given, by name: the first three with all the memory that they want, the others with little."""
-    small = {"max_num_batched_tokens": 256, **NARROW}
-    windowed = {**NARROW, "kv_window": 256}
+def ways_of(little: int) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    """What the drafter and the engine are given, by name: of those with all the memory that they want, and of those
+    that have so many bytes for KV.
+    """
     plain = {"num_speculative_tokens": 0}
-    engines = {
-        "as it comes": {"speculative_config": {}},
-        "16-bit KV": {"speculative_config": NARROW, **NARROW},
-        "16-bit KV, window, small passes": {"speculative_config": windowed, **small},
-        "little memory, plain": {"speculative_config": plain, "kv_cache_memory_bytes": LITTLE},
-        "little memory, drafting": {"speculative_config": {}, "kv_cache_memory_bytes": LITTLE},
-        "little memory, window": {"speculative_config": {"kv_window": 256}, "kv_cache_memory_bytes": LITTLE},
-    }
+    windowed, small = {**NARROW, "kv_window": 256}, {**NARROW, "max_num_batched_tokens": 256}
+    budget = {"kv_cache_memory_bytes": little}
     return {
-        name: {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": batch_size, "dtype": "float32", **arguments}
-        for name, arguments in engines.items()
+        WIDE: ({}, {}),
+        PLAIN: (plain, {}),
+        PLAIN_NARROW: (plain, NARROW),
+        "16-bit KV": (NARROW, NARROW),
+        "16-bit KV, window, small passes": (windowed, small),
+        LITTLE_PLAIN: (plain, budget),
+        "little memory, drafting": ({}, budget),
+        "little memory, window": ({"kv_window": 256}, budget),
     }
 
 
-def buffers(llm: LLM) -> int:
-    """A plan's, of the engine's largest pass."""
-    paths = (EMBEDDED_TARGET, EMBEDDED_DRAFT)
-    models = [ModelMemory.of(CheckpointTensors.read(path)) for path in paths[: llm.engine.num_pools]]
-    config = llm.config
-    model = MemoryModel(*models, max_num_batched_tokens=config.max_num_batched_tokens)
-    return model.workspace(config.max_num_seqs, llm.engine.max_draft_tokens)
+@dataclass
+class Served:
+    """What an engine came to, in all turns of the conversations of a round."""
+
+    token_ids: list[list[int]]  # of each turn of each conversation
+    seconds: float
+    num_blocks: tuple[int, int]  # of the target's pool and of the draft's, at the peak
+    metrics: list[Any]
+
+    @property
+    def tokens_per_second(self) -> float:
+        return sum(map(len, self.token_ids)) / self.seconds
 
 
-def main() -> None:
-    """Run all of them by turns, and say what came of it."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--num-prompts", type=int, default=16)
-    parser.add_argument("--max-tokens", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=3)
-    options = parser.parse_args()
+def serve(engines: dict[str, Any], conversations: Sequence[Sequence[Sequence[int]]], batch_size: int, room: int):
+    """Served of each engine; a turn comes when all before it have been answered, and leaves `room` for its answer."""
+    from benchmarks.ours import Stint
+
+    served = {name: Served([], 0.0, (0, 0), []) for name in engines}
+    texts = {name: [[] for _ in conversations] for name in engines}
+    for turn in range(max(map(len, conversations))):
+        stints, asked = {}, {}
+        for name, ours in engines.items():
+            asked[name] = [
+                i
+                for i, turns in enumerate(conversations)
+                if turn < len(turns) and len(texts[name][i]) < MAX_MODEL_LEN - room
+            ]
+            for i in asked[name]:
+                texts[name][i] = [*texts[name][i], *conversations[i][turn]][: MAX_MODEL_LEN - room]
+            stints[name] = Stint(ours, [texts[name][i] for i in asked[name]], batch_size)
+        going_on = list(stints.values())
+        while going_on:
+            for stint in going_on:
+                stint.go_on(TURN_SECONDS)
+            going_on = [stint for stint in going_on if not stint.is_done]
+        for name, stint in stints.items():
+            run, of = stint.run(), served[name]
+            for i, answer in zip(asked[name], run.token_ids, strict=True):
+                texts[name][i] = texts[name][i] + answer
+            of.token_ids += run.token_ids
+            of.seconds += run.seconds
+            of.metrics.append(run.metrics)
+            held = (
+                run.metrics.peak_blocks_in_use,
+                run.metrics.peak_draft_blocks_in_use or run.metrics.peak_blocks_in_use,
+            )
+            of.num_blocks = tuple(map(max, of.num_blocks, held))
+    return served
+
+
+def conversations_of(pair: Any, prompts: Path | None, count: int, num_turns: int) -> list[list[list[int]]]:
+    """Token ids of so many conversations' turns: those of a file, or of the pair, whose prompts follow each other."""
+    from specpaged.config import EMBEDDED_TARGET
+    from specpaged.modeling.loading import load_tokenizer
+    from specpaged.prompts import evenly_spread, load_prompts
+
+    if prompts is None:
+        own = [list(prompt) for prompt in pair.prompts]
+        return [[own[(i + j) % len(own)] for j in range(num_turns)] for i in range(count)]
+    load_prompts(prompts)  # says what is wrong with it
+    entries = [json.loads(line) for line in prompts.read_text().splitlines() if line.strip()]
+    several = [entry["turns"] for entry in entries if len(entry["turns"]) >= num_turns]
+    if pair.target != EMBEDDED_TARGET or not several:
+        raise typer.BadParameter(f"--prompts is for the embedded pair, and for files with {num_turns} turns at least")
+    tokenizer = load_tokenizer(EMBEDDED_TARGET)
+    return [
+        [tokenizer.encode(text, add_special_tokens=not j) for j, text in enumerate(turns[:num_turns])]
+        for turns in evenly_spread(several, count)
+    ]
+
+
+def models_of(pair: Any, num_pools: int = 2) -> list[Any]:
+    """What a plan knows of the pair's models, or of the target alone."""
+    from specpaged.planning.checkpoint_tensors import CheckpointTensors
+    from specpaged.planning.model_memory import ModelMemory
+
+    paths = (pair.target, pair.speculative["model"])[:num_pools]
+    return [
+        ModelMemory.of(CheckpointTensors.read(path), max_model_len=MAX_MODEL_LEN, is_fast=i > 0, dtype="float32")
+        for i, path in enumerate(paths)
+    ]
+
+
+def figures_of(pair: Any, ours: Any, rounds: Sequence[dict[str, Served]], name: str, beside: str) -> dict[str, Any]:
+    """Of one engine, in all rounds; its speed over that of the one `beside` it, within a round."""
+    from specpaged.planning.memory_model import MemoryModel
+
+    engine, config = ours.llm.engine, ours.llm.config
+    runners = [runner for runner in (engine.target, engine.draft) if runner is not None]
+    model = MemoryModel(*models_of(pair, len(runners)), max_num_batched_tokens=config.max_num_batched_tokens)
+    buffers = model.workspace(config.max_num_seqs, engine.max_draft_tokens)
+    blocks = [max(of_round[name].num_blocks[i] for of_round in rounds) for i in range(len(runners))]
+    sizes = [runner.kv_cache.block_size * runner.kv_cache.bytes_per_token for runner in runners]
+    kv = sum(count * size for count, size in zip(blocks, sizes, strict=True))
+    ratios = [of_round[name].tokens_per_second / of_round[beside].tokens_per_second for of_round in rounds]
+    metrics = [one for of_round in rounds for one in of_round[name].metrics]
+    verified = sum(one.draft_tokens for one in metrics)
+    counts = ("preemptions", "short_steps", "released_draft_tokens", "requests_without_draft_kv")
+    return {
+        "tokens_per_second": round(median(of_round[name].tokens_per_second for of_round in rounds), 1),
+        "over": beside,
+        "speed_over": round(median(ratios), 3),
+        "spread": [round(min(ratios), 3), round(max(ratios), 3)],
+        "kv_bytes": kv,
+        "buffers": buffers,
+        "generation_bytes": kv + buffers,
+        "acceptance": round(sum(one.accepted_tokens for one in metrics) / verified, 3) if verified else None,
+        **{count: sum(getattr(one, count) for one in metrics) for count in counts},
+    }
+
+
+def largest_batch(pair: Any) -> dict[str, int]:
+    """How many full sequences a plan has room for, and how many an engine with that memory runs without preemption."""
+    from specpaged import LLM, SamplingParams
+    from specpaged.planning.memory_model import MemoryModel
+
+    model = MemoryModel(*models_of(pair), max_num_batched_tokens=256)
+    context = MAX_MODEL_LEN - K
+    budget = model.num_bytes(PLANNED, context, K) + model.block_size
+    planned = model.largest_batch(budget, context, K)
+    kv, _ = model.kv_bytes(planned, context, K)
+
+    def is_in_room(num_seqs: int) -> bool:
+        llm = LLM(
+            pair.target,
+            speculative_config=pair.speculative | {"num_speculative_tokens": K},
+            dtype="float32",
+            max_model_len=MAX_MODEL_LEN,
+            max_num_seqs=num_seqs,
+            max_num_batched_tokens=256,
+            kv_cache_memory_bytes=kv,
+        )
+        prompts = [{"prompt_token_ids": (list(pair.prompts[i]) * 64)[: MAX_MODEL_LEN - 32]} for i in range(num_seqs)]
+        llm.generate(prompts, SamplingParams(temperature=0, max_tokens=32, ignore_eos=True), use_tqdm=False)
+        return llm.metrics.preemptions == 0
+
+    measured = next(count - 1 for count in range(planned - 1, planned + 4) if not is_in_room(count))
+    return {"planned": planned, "measured": measured}
+
+
+def print_table(name: str, figures: dict[str, dict[str, Any]], most: int) -> None:
+    """A row for each way."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(
+        title=f"{name}: generation memory and speed", caption="speed: of one in the same round, and its range"
+    )
+    for title in ("", "KV MB", "buffers MB", "of all", "tokens/s", "speed", "over", "accepted", "preemptions"):
+        table.add_column(title, justify="left" if title in ("", "over") else "right")
+    for way, of in figures.items():
+        low, high = of["spread"]
+        table.add_row(
+            way, f"{of['kv_bytes'] / 1e6:.1f}", f"{of['buffers'] / 1e6:.1f}", f"{of['generation_bytes'] / most:.0%}",
+            f"{of['tokens_per_second']:.0f}", f"{of['speed_over']:.2f} ({low:.2f}-{high:.2f})", of["over"],
+            "" if of["acceptance"] is None else f"{of['acceptance']:.2f}", str(of["preemptions"]),
+        )  # fmt: skip
+    Console(width=140).print(table)
+
+
+def main(
+    pair: Annotated[str, typer.Option(help="By its name in benchmarks/adaptive/pairs.py.")] = "embedded",
+    prompts: Annotated[Path | None, typer.Option(help="Spec-Bench's form, for the embedded pair.")] = None,
+    turns: Annotated[int, typer.Option(min=1, help="Of a conversation.")] = 2,
+    batch_size: Annotated[int, typer.Option(min=1)] = 8,
+    num_prompts: Annotated[int, typer.Option(min=1, help="Conversations.")] = 16,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Of an answer.")] = 192,
+    rounds: Annotated[int, typer.Option(min=1)] = 3,
+    out: Annotated[Path | None, typer.Option(help="A file for the JSON.")] = None,
+) -> None:
+    """Measure."""
+    import torch
+    from tqdm import tqdm
+
+    from benchmarks.adaptive.pairs import make_pair
+    from benchmarks.environment import environment
+    from benchmarks.ours import Ours, models_loaded_once
+
     torch.set_num_threads(1)
-    llms = {name: LLM(**arguments) for name, arguments in contenders(options.batch_size).items()}
-    prompts = [{"prompt_token_ids": ids} for ids in sample_prompts(options.num_prompts)]
-    params = SamplingParams(temperature=0, max_tokens=options.max_tokens, ignore_eos=True)
-    speeds: dict[str, list[float]] = {name: [] for name in llms}
-    outputs: dict[str, list[list[int]]] = {}
-    for turn in range(1 + options.rounds):
-        for name, llm in llms.items():
-            start = time.perf_counter()
-            done = llm.generate(prompts, params, use_tqdm=False)
-            if turn:
-                speeds[name].append(options.num_prompts * options.max_tokens / (time.perf_counter() - start))
-            outputs[name] = [output.outputs[0].token_ids for output in done]
-    figures: dict[str, Any] = {}
-    for name, llm in llms.items():
-        runners = [runner for runner in (llm.engine.target, llm.engine.draft) if runner is not None]
-        metrics = llm.metrics
-        held = [metrics.peak_blocks_in_use, metrics.peak_draft_blocks_in_use or metrics.peak_blocks_in_use]
-        block = [runner.kv_cache.block_size * runner.kv_cache.bytes_per_token for runner in runners]
-        kv = sum(blocks * size for blocks, size in zip(held, block, strict=False))
-        figures[name] = {
-            "tokens_per_second": round(median(speeds[name]), 1),
-            "of_turns": [round(speed, 1) for speed in speeds[name]],
-            "kv_bytes": kv,
-            "buffers": buffers(llm),
-            "generation_bytes": kv + buffers(llm),
-            "acceptance_rate": metrics.acceptance_rate,
-            "preemptions": metrics.preemptions,
-            "short_steps": metrics.short_steps,
-            "released_draft_tokens": metrics.released_draft_tokens,
-            "requests_without_draft_kv": metrics.requests_without_draft_kv,
-        }
-        print(f"{name:<32}", figures[name])
-    wide = [name for name in llms if "16-bit" not in name]
-    figures["identical"] = all(outputs[name] == outputs[wide[0]] for name in wide)  # of KV in float32
-    print(json.dumps(environment(1) | figures))
+    with tempfile.TemporaryDirectory() as directory:
+        made = make_pair(pair, Path(directory), num_prompts)
+        talks = conversations_of(made, prompts, num_prompts, turns)
+        little = int(LITTLE * MAX_MODEL_LEN * models_of(made)[0].kv_bytes_per_token)
+        of_all = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": batch_size}
+        with models_loaded_once():
+            engines = {
+                name: Ours(name, "exact", max_tokens, made.target, of_all | engine, **made.speculative | speculative)
+                for name, (speculative, engine) in ways_of(little).items()
+            }
+        played = [serve(engines, talks, batch_size, max_tokens) for _ in tqdm(range(1 + rounds), unit="round")][
+            1:
+        ]  # the first one warms up
+        figures: dict[str, Any] = {}
+        for name, ours in engines.items():
+            beside = LITTLE_PLAIN if name.startswith("little") else WIDE
+            figures[name] = figures_of(made, ours, played, name, beside)
+        narrow = [name for name in engines if "16-bit" in name]
+        identical = all(
+            of_round[name].token_ids == of_round[PLAIN_NARROW if name in narrow else PLAIN].token_ids
+            for of_round in played
+            for name in engines
+        )
+        print_table(pair, figures, figures[WIDE]["generation_bytes"])
+        batch = largest_batch(made)
+    print(f"outputs are {'' if identical else 'NOT '}those of plain decoding; the largest batch: {batch}")
+    settings = {"pair": pair, "prompts": prompts and prompts.name, "turns": turns, "batch_size": batch_size,
+                "num_prompts": num_prompts, "max_tokens": max_tokens, "rounds": rounds, "little": little}  # fmt: skip
+    results = environment(1) | {"study": "budget", "settings": settings, "ways": figures} | {
+        "identical": identical, "largest_batch": batch
+    }  # fmt: skip
+    if out is not None:
+        out.write_text(json.dumps(results, indent=1) + "\n")
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -52,7 +52,10 @@ class Run:
 
 
 class Ours:
-    """One loaded engine. K = 0 has no draft model at all: it is the plain path. `engine` is what else LLM takes."""
+    """One loaded engine. K = 0 has no draft model at all: it is the plain path.
+
+    `engine` is what else LLM takes, or other sizes.
+    """
 
     def __init__(
         self,
@@ -65,16 +68,13 @@ class Ours:
     ):
         self.name = name
         self.numerics = numerics
-        self.llm = LLM(
-            target,
-            speculative_config=speculative,
-            numerics=numerics,
-            dtype="float32",
-            max_model_len=MAX_MODEL_LEN,
-            max_num_seqs=MAX_NUM_SEQS,
-            max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
-            **(engine or {}),
-        )
+        sizes = {
+            "max_model_len": MAX_MODEL_LEN,
+            "max_num_seqs": MAX_NUM_SEQS,
+            "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS,
+        }
+        arguments = sizes | dict(engine or {})
+        self.llm = LLM(target, speculative_config=speculative, numerics=numerics, dtype="float32", **arguments)
         self.params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False)
         self.forward_seconds = self.deciding_seconds = 0.0
         self._is_clocked = False

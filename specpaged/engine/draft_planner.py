@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence as SequenceOf
-from dataclasses import replace
 
 from specpaged.drafting.draft import NO_DRAFT, Draft, Evidence, evidence_of
+from specpaged.engine.chore import Chore
 from specpaged.engine.followers import Followers
 from specpaged.engine.sequence import Sequence
+from specpaged.engine.standing_plan import StandingPlan
 from specpaged.engine.step_clock import OFTEN, StepClock, ask
 from specpaged.paging.page_table import DRAFT
 from specpaged.speculation.controller import Candidate, Controller, Plan
@@ -19,9 +20,9 @@ from specpaged.speculation.stop_rule import StopRule
 logger = logging.getLogger("specpaged")
 
 # Seconds that it takes to look at a proposal's outcome, and to plan; what of the time may go into each; and the steps
-# from one to the next, at the least and at the most.
-_LOOKING, _LOOKS_SELDOM = (8e-5, 0.003), (2, 12)
-_PLANNING, _PLANS_SELDOM = (1.6e-4, 0.0028), (1, 48)
+# from one to the next.
+_LOOKING = 8e-5, 0.003, 2, 12
+_PLANNING = 1.6e-4, 0.0028, 1, 48
 # Of rounds that draft, those with a proposal of their own, as long as nothing is known of that; and what the newest
 # round says of it.
 _OWN_PROPOSALS, _NEWEST = 0.25, 0.03
@@ -31,8 +32,8 @@ class DraftPlanner:
     """Asks a controller on behalf of a step, and tells it what drafts and passes came to.
 
     Plans take time, and so does looking at what came of drafts: between two passes of a model nothing of this is in
-    the caches. In the first steps there is always time; then each is done as often as a share of it allows, the longer
-    the steps, the more often. What came of drafts is told when next a plan is made, all of it at once.
+    the caches. In the first steps there is always time; then each is a Chore, done as often as a share of it allows,
+    the longer the steps, the more often. What came of drafts is told when next a plan is made, all of it at once.
     """
 
     def __init__(self, controller: Controller, follows_target: bool = False, gives_up: bool = True):
@@ -40,11 +41,10 @@ class DraftPlanner:
         self.follows_target = follows_target  # the drafter does: nobody has to catch up, or can
         self.followers = Followers() if follows_target and gives_up else None  # ranks have to give up the same ones
         self.clock = StepClock(controller, follows_target)
-        self._sequences: list[Sequence] = []  # of the last plan
-        self._plan = self._plan_again = Plan([])
-        self._age, self._good_for = 0, 0  # steps since it was made, and that it is followed for
+        self._looking, self._planning = Chore(*_LOOKING), Chore(*_PLANNING)
+        self._standing = StandingPlan()
         self._half: int | None = None  # whose plan it is, where batches go by halves
-        self._others: dict[int, tuple] = {}  # the other half's plan, and what goes with it
+        self._others: dict[int, StandingPlan] = {}  # the other half's
         self._proposals: dict[Sequence, Draft] = {}  # of which nobody knows yet what came of them
         self._outcomes: list[tuple[Sequence, Draft, SequenceOf[int]]] = []  # with what came in its place: to be told
         self._looked_next = 0  # the step whose drafts will be waited for, at the latest
@@ -71,25 +71,25 @@ class DraftPlanner:
         if None in (half, self._half):
             self._others.clear()
         else:
-            self._others[self._half] = self._sequences, self._plan, self._plan_again, self._age, self._good_for
-        self._half, nothing = half, ([], Plan([]), Plan([]), 0, 0)
-        (self._sequences, self._plan, self._plan_again, self._age, self._good_for) = self._others.pop(half, nothing)
+            self._others[self._half] = self._standing
+        self._half = half
+        self._standing = self._others.pop(half, None) or StandingPlan()
 
     @property
     def drafts(self) -> bool:
         """Whether the last plan has drafts in it, of either half; where a half has none yet, it may have."""
-        plans = [self._plan, *(plan for _, plan, *_ in self._others.values())]
-        if self._half is not None and not all(plan.num_draft_tokens for plan in plans):
+        standing = [self._standing, *self._others.values()]
+        if self._half is not None and not all(of_half.sequences for of_half in standing):
             return True
-        return any(any(plan.num_draft_tokens) or any(plan.lookups) for plan in plans)
+        return any(of_half.drafts for of_half in standing)
 
     def plan(self, sequences: SequenceOf[Sequence], num_rounds: int = 1) -> Plan:
         """How much to draft for each of the sequences, which go on from so many rounds, and at whose to look back."""
-        self._age += num_rounds
+        self._standing.age += num_rounds
         self._drafted_in_rounds(num_rounds - 1)
-        if self._age < self._good_for and (sequences == self._sequences or self._goes_on_with(sequences)):
-            return self._plan_again
-        return self.clock.leave_out(self._plan_anew, sequences, num_rounds)
+        if self._standing.holds_for(sequences):
+            return self._standing.again
+        return self.clock.leave_out(self._planning, self._plan_anew, sequences, num_rounds)
 
     def _plan_anew(self, sequences: SequenceOf[Sequence], num_rounds: int) -> Plan:
         self._tell_outcomes()
@@ -105,20 +105,20 @@ class DraftPlanner:
             for sequence in sequences
         ]
         self._expect_rounds(sequences)
-        age, self._age, self._sequences = self._age, 0, list(sequences)
-        too_early = max(0, self._good_for - age)  # steps: somebody has come
-        self._plan = ask(self.controller.plan, candidates, age, otherwise=Plan([0] * len(sequences)))
-        if self._plan.tries_rows and (self.follows_target or self.clock.is_deaf):
+        age = self._standing.age
+        plan = ask(self.controller.plan, candidates, age, otherwise=Plan([0] * len(sequences)))
+        if plan.tries_rows and (self.follows_target or self.clock.is_deaf):
             # Heads have to run what the target runs, and would not; and beside another lane nobody listens.
-            self._plan = Plan([0] * len(sequences))
-        if self.followers is not None and not self._plan.lookups:  # whose finds those would lose, too
-            self.followers.planned(sequences, self._plan.num_draft_tokens, age)
-        self._plan_again = replace(self._plan, looks_back=())
-        self._good_for = self._plan.num_steps
-        if not self._plan.is_trial and self.clock.num_steps > OFTEN:
-            seldom = num_rounds * self.clock.every(_PLANNING, _PLANS_SELDOM)
-            self._good_for = max(self._good_for, seldom + min(seldom, too_early))
-        return self._plan
+            plan = Plan([0] * len(sequences))
+        if self.followers is not None and not plan.lookups:  # whose finds those would lose, too
+            self.followers.planned(sequences, plan.num_draft_tokens, age)
+        good_for = plan.num_steps
+        if not plan.is_trial and self.clock.num_steps > OFTEN:
+            seldom = num_rounds * self.clock.every(self._planning)
+            too_early = max(0, self._standing.num_left)  # steps: somebody has come
+            good_for = max(good_for, seldom + min(seldom, too_early))
+        self._standing = StandingPlan(list(sequences), plan, 0, good_for)
+        return plan
 
     def rounds(self, sequences: SequenceOf[Sequence]) -> tuple[int, list[int], StopRule | None, bool]:
         """How many rounds of these sequences may be one call; of further ones, the drafts of each, and their rule.
@@ -127,30 +127,30 @@ class DraftPlanner:
         The last one says whether the drafts behind these rounds may be made in the same call: whether nobody is to be
         asked for a plan by then, nor what became of drafts. If they are, `went_on` is to be called.
         """
-        plan = self._plan
+        standing, plan = self._standing, self._standing.plan
         counts = plan.num_draft_tokens
         asks = plan.tries_rows or (self._selects and plan.stop_rule is None and any(counts))
-        if asks or sequences != self._sequences:
+        if asks or sequences != standing.sequences:
             return 1, [], None, False
-        drafts = any(counts) or any(plan.lookups)
-        num_rounds = max(1, min(self.most_rounds[drafts], self._good_for - self._age))
+        drafts = standing.drafts
+        num_rounds = max(1, min(self.most_rounds[drafts], standing.num_left))
         looks = drafts and self.clock.num_steps >= self._looked_next
-        goes_on = self._age + num_rounds < self._good_for and self.clock.num_steps > OFTEN and not looks
+        goes_on = num_rounds < standing.num_left and self.clock.num_steps > OFTEN and not looks
         return num_rounds, list(counts), plan.stop_rule, goes_on
 
     @property
     def lookups(self) -> SequenceOf[LookupChoice | None]:
         """Of further rounds, as `rounds` says, when each sequence takes a lookup's draft; nothing: never."""
-        return self._plan.lookups
+        return self._standing.plan.lookups
 
     def went_on(self, num_rounds: int) -> None:
         """So many rounds have been run, and the drafts behind them made, as `rounds` has said."""
-        self._age += num_rounds
+        self._standing.age += num_rounds
         self._drafted_in_rounds(num_rounds)
 
     def _drafted_in_rounds(self, num_rounds: int) -> None:
         """Behind so many rounds, drafts, if any, were made in the same call."""
-        if num_rounds and any(self._plan.num_draft_tokens):
+        if num_rounds and any(self._standing.plan.num_draft_tokens):
             self._own_proposals *= (1.0 - _NEWEST) ** num_rounds
 
     def expect_calls(self, most_rounds: int, drafts_in_rounds: bool) -> None:
@@ -174,18 +174,21 @@ class DraftPlanner:
         self._own_proposals += _NEWEST * (1.0 - self._own_proposals)
         if OFTEN < self.clock.num_steps < self._looked_next and not self._selects:
             return list(drafts)
-        return self.clock.leave_out(self._select, sequences, drafts)
+        return self.clock.leave_out(self._looking, self._select, sequences, drafts)
 
     def _select(self, sequences: SequenceOf[Sequence], drafts: SequenceOf[Draft]) -> list[Draft]:
-        self._looked_next = self.clock.num_steps + self.clock.every(_LOOKING, _LOOKS_SELDOM)
+        self._looked_next = self.clock.num_steps + self.clock.every(self._looking)
         proposals = self._proposals = dict(zip(sequences, drafts, strict=True))
         self._selects = ask(self.controller.selects, otherwise=False)
         if not self._selects:
             return list(drafts)
-        of_plan = [proposals.get(sequence, NO_DRAFT) for sequence in self._sequences]
-        evidence = [[] if draft.drafter else evidence_of(draft) for draft in of_plan]
-        selected = ask(self.controller.select, self._sequences, evidence, otherwise=[*map(len, evidence)])
-        counts = dict(zip(self._sequences, selected, strict=True))
+        planned = self._standing.sequences
+        evidence = [
+            [] if draft.drafter else evidence_of(draft)
+            for draft in (proposals.get(sequence, NO_DRAFT) for sequence in planned)
+        ]
+        selected = ask(self.controller.select, planned, evidence, otherwise=[*map(len, evidence)])
+        counts = dict(zip(planned, selected, strict=True))
         return [
             draft if draft.drafter else draft.cut(counts[sequence])
             for sequence, draft in zip(sequences, drafts, strict=True)
@@ -214,49 +217,19 @@ class DraftPlanner:
 
     def begin(self) -> None:
         """The target's pass begins, and the step before has ended."""
-        self.clock.begin(self._plan.is_trial, self._age)
+        self.clock.begin(self._standing.plan.is_trial, self._standing.age)
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence has ended, or given up its KV: what was planned for it no longer holds."""
         self._tell_outcomes()
-        if sequence in self._sequences:
-            others = [s for s in self._sequences if s is not sequence]
-            if not (others and self._goes_on_with(others)):
-                self._sequences, self._plan = [], Plan([])
-        self._others = {half: known for half, known in self._others.items() if sequence not in known[0]}
+        self._standing.forget(sequence)
+        self._others = {half: other for half, other in self._others.items() if sequence not in other.sequences}
         self._proposals.pop(sequence, None)
         if self.followers is not None:
             self.followers.forget(sequence)
         if sequence.has_ended and sequence.error is None and sequence.params.max_tokens:
             ask(self.controller.observe_end, len(sequence.output_token_ids), sequence.params.max_tokens)
         ask(self.controller.forget, sequence)
-
-    def _goes_on_with(self, sequences: SequenceOf[Sequence]) -> bool:
-        """Whether the plan holds for these as well, and is now one for them: who stays keeps the drafts, if any.
-
-        Who comes, while others draft, might as well.
-        """
-        plan = self._plan
-        counts = dict(zip(self._sequences, plan.num_draft_tokens, strict=True))
-        num_new = len(sequences) - sum(sequence in counts for sequence in sequences)
-        if 2 * num_new > len(sequences) or (num_new and (any(counts.values()) or any(plan.lookups))):
-            return False
-        kept = without_rule = [counts.get(sequence, 0) for sequence in sequences]
-        stop_rule = plan.stop_rule
-        if stop_rule is not None:
-            row_of = {sequence: row for row, sequence in enumerate(filter(counts.get, self._sequences))}
-            stop_rule = stop_rule.of_rows([row_of[sequence] for sequence in sequences if sequence in row_of])
-            counts = dict(zip(self._sequences, plan.without_rule, strict=True))
-            without_rule = [counts.get(sequence, 0) for sequence in sequences]
-        lookups: SequenceOf[LookupChoice | None] = ()
-        if plan.lookups:
-            choices = dict(zip(self._sequences, plan.lookups, strict=True))
-            lookups = [choices.get(sequence) for sequence in sequences]
-        self._sequences = list(sequences)
-        self._plan = self._plan_again = replace(
-            plan, num_draft_tokens=kept, looks_back=(), stop_rule=stop_rule, without_rule=without_rule, lookups=lookups
-        )
-        return True
 
     def _tell_outcomes(self) -> None:
         outcomes, self._outcomes = self._outcomes, []

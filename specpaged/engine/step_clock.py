@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
@@ -11,6 +10,7 @@ from typing import Any
 
 from specpaged.drafting.base import DraftRow
 from specpaged.drafting.draft import Draft
+from specpaged.engine.chore import Chore
 from specpaged.engine.scheduler import ScheduledSequence
 from specpaged.modeling.rounds import Rounds
 from specpaged.speculation.controller import Controller
@@ -19,9 +19,8 @@ from specpaged.speculation.pass_seconds import PassShape
 logger = logging.getLogger("specpaged")
 
 OFTEN = 32  # steps, the first ones
-# Seconds that it takes to listen to a step; what of the time may go into that; and the steps from one to the next, at
-# the least and at the most.
-_LISTENING, _SELDOM = (2.4e-4, 0.0015), (1, 64)
+# Seconds that it takes to listen to a step; what of the time may go into that; and the steps from one to the next.
+_LISTENING = 2.4e-4, 0.0015, 1, 64
 _RECENT = 0.2  # of what steps take on average, the last one
 
 
@@ -39,6 +38,8 @@ class StepClock:
     def __init__(self, controller: Controller, follows: bool = False):
         self.controller = controller
         self.follows = follows
+        self._listening = Chore(*_LISTENING)
+        self._heard_seconds = 0.0  # that it has taken to hear this step
         self.num_steps = 0
         self.is_deaf = False  # steps are of another kind, of which the controller is told nothing
         self.tells = False  # whether the controller hears what this step takes
@@ -110,16 +111,19 @@ class StepClock:
 
     def _go_on_from(self, seconds: float) -> None:
         """What was told between now and then, the step did not take."""
-        self._began = time.perf_counter() - seconds
+        began = time.perf_counter() - seconds
+        self._heard_seconds = began - self._began
+        self._began = began
         self._left_out = 0.0
 
-    def leave_out(self, decide: Callable[..., Any], *arguments: Any) -> Any:
-        """What is decided. How long that takes is no part of the step."""
+    def leave_out(self, chore: Chore, decide: Callable[..., Any], *arguments: Any) -> Any:
+        """What is decided, which is such a chore. How long that takes is no part of the step."""
         start = time.perf_counter()
         decided = decide(*arguments)
         seconds = time.perf_counter() - start
         self._began += seconds
         self._left_out += seconds
+        chore.took(seconds)
         return decided
 
     def proposed(self, rows: SequenceOf[DraftRow], drafts: SequenceOf[Draft]) -> None:
@@ -158,11 +162,12 @@ class StepClock:
 
     def _hears_next(self, seconds: float) -> None:
         self._step_seconds = self._step_seconds or seconds
-        self._told_next = self.num_steps + self.every(_LISTENING, _SELDOM)
+        self._told_next = self.num_steps + self.every(self._listening)
 
     def _tell_rest(self) -> None:
         """What the step took beside its passes, however many rounds it had."""
-        seconds = time.perf_counter() - self._began
+        now = time.perf_counter()
+        seconds = now - self._began
         self._step_seconds += _RECENT * (seconds - self._step_seconds)
         rest_seconds = seconds - self._pass_seconds
         if self._passes or self._drafts:
@@ -171,13 +176,11 @@ class StepClock:
             ask(self.controller.observe_proposal, *arguments)
         else:
             ask(self.controller.observe_rest, rest_seconds, self._num_seqs, self._num_rounds)
+        self._listening.took(self._heard_seconds + time.perf_counter() - now)
 
-    def every(self, seconds_and_share: tuple[float, float], least_and_most: tuple[int, int]) -> int:
-        """Steps from one time to the next that something so long is done, for it to take such a share of the time."""
-        seconds, share = seconds_and_share
-        least, most = least_and_most
-        steps = seconds / share / self._step_seconds if self._step_seconds else 0.0
-        return max(least, min(most, math.ceil(steps)))
+    def every(self, chore: Chore) -> int:
+        """Steps from one time to the next that it is done."""
+        return chore.every(self._step_seconds)
 
 
 def ask(question: Callable[..., Any], *arguments: Any, otherwise: Any = None) -> Any:

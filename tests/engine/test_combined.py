@@ -269,7 +269,7 @@ def test_whoever_stays_keeps_its_choice_and_who_comes_asks_for_one(toy_pair):
         llm.engine.add_request(str(i), prompt["prompt_token_ids"], GREEDY)
     for _ in range(3):
         llm.engine.step()
-    sequences = list(planner._sequences)
+    sequences = list(planner._standing.sequences)
     asked.clear()
     planner.forget(sequences[1])
     kept = planner.plan([sequences[0], sequences[2]]).lookups

@@ -194,7 +194,7 @@ def test_a_plan_does_not_outlive_the_kv_of_its_sequences(toy_pair):
         llm.engine.add_request(str(i), prompt["prompt_token_ids"], PARAMS[0])
     for _ in range(3):
         llm.engine.step()
-    sequences = list(planner._sequences)
+    sequences = list(planner._standing.sequences)
     num_asked = len(asked)
     planner.plan(sequences)
     assert len(asked) == num_asked

@@ -1,0 +1,72 @@
+"""A plan of drafts as it stands: whom it is for, how old it is, and for how long it is followed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field, replace
+
+from specpaged.engine.sequence import Sequence
+from specpaged.speculation.controller import Plan
+from specpaged.speculation.lookup_choice import LookupChoice
+
+
+@dataclass(slots=True)
+class StandingPlan:
+    """What a controller has planned for some sequences, until they change or it is old. Of nobody, to begin with."""
+
+    sequences: list[Sequence] = field(default_factory=list)
+    plan: Plan = field(default_factory=lambda: Plan([]))
+    age: int = 0  # steps since it was made
+    good_for: int = 0  # steps that it is followed for
+    again: Plan = field(init=False)  # in the steps behind its first one, which alone looks back
+
+    def __post_init__(self) -> None:
+        self.again = replace(self.plan, looks_back=())
+
+    @property
+    def drafts(self) -> bool:
+        """Whether there is anything to draft in it."""
+        return any(self.plan.num_draft_tokens) or any(self.plan.lookups)
+
+    @property
+    def num_left(self) -> int:
+        """Steps that it will still be followed for."""
+        return self.good_for - self.age
+
+    def holds_for(self, sequences: SequenceOf[Sequence]) -> bool:
+        """Whether it is to be followed by these, and from now on is one for them."""
+        return self.age < self.good_for and (sequences == self.sequences or self._goes_on_with(sequences))
+
+    def forget(self, sequence: Sequence) -> None:
+        """It holds for the others at the most."""
+        if sequence in self.sequences:
+            others = [other for other in self.sequences if other is not sequence]
+            if not (others and self._goes_on_with(others)):
+                self.sequences, self.plan = [], Plan([])
+
+    def _goes_on_with(self, sequences: SequenceOf[Sequence]) -> bool:
+        """Whether it holds for these as well, and is now one for them: who stays keeps the drafts, if any.
+
+        Who comes, while others draft, might as well.
+        """
+        plan = self.plan
+        counts = dict(zip(self.sequences, plan.num_draft_tokens, strict=True))
+        num_new = len(sequences) - sum(sequence in counts for sequence in sequences)
+        if 2 * num_new > len(sequences) or (num_new and self.drafts):
+            return False
+        kept = without_rule = [counts.get(sequence, 0) for sequence in sequences]
+        stop_rule = plan.stop_rule
+        if stop_rule is not None:
+            row_of = {sequence: row for row, sequence in enumerate(filter(counts.get, self.sequences))}
+            stop_rule = stop_rule.of_rows([row_of[sequence] for sequence in sequences if sequence in row_of])
+            counts = dict(zip(self.sequences, plan.without_rule, strict=True))
+            without_rule = [counts.get(sequence, 0) for sequence in sequences]
+        lookups: SequenceOf[LookupChoice | None] = ()
+        if plan.lookups:
+            choices = dict(zip(self.sequences, plan.lookups, strict=True))
+            lookups = [choices.get(sequence) for sequence in sequences]
+        self.sequences = list(sequences)
+        self.plan = self.again = replace(
+            plan, num_draft_tokens=kept, looks_back=(), stop_rule=stop_rule, without_rule=without_rule, lookups=lookups
+        )
+        return True

@@ -1,0 +1,85 @@
+"""Contenders that serve by turns: their time is that in which they ran, whatever came between."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.vllm_serving.contender import Contender, RunningTime, serve_by_turns
+from benchmarks.vllm_serving.show import summary
+
+# Answers every line: a first token, one more after `work` of its own time, and one more.
+SERVER = """
+import json, sys, time
+for line in sys.stdin:
+    began = time.monotonic()
+    until = time.process_time() + {work}
+    while time.process_time() < until: pass
+    now = time.monotonic()
+    output = dict(came=began, times=[began, now, now], chunks=[[1], [2, 3], [int(line)]])
+    print("something else")
+    answer = dict(began=began, ended=now, outputs=[output], drafted=4, accepted=3, stage_seconds=0)
+    print(json.dumps(answer), flush=True)
+"""
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=9), st.data())
+def test_time_stands_still_between_a_stop_and_the_next_start(lengths, data):
+    running, now = RunningTime(), 0
+    for i, length in enumerate(lengths):
+        (running.stop if i % 2 else running.start)(now)
+        now += length
+    if len(lengths) % 2:
+        running.stop(now)
+    runs = [i % 2 == 0 for i, length in enumerate(lengths) for _ in range(length)]  # by second
+    then = data.draw(st.integers(0, now))
+    assert running.at(then) == sum(runs[:then])
+
+
+def test_contenders_at_turn_answer_all_whatever_a_turn_holds(tmp_path):
+    servers = []
+    for work in (0.0, 0.3):  # of which the second takes several turns
+        folder = tmp_path / str(work)
+        folder.mkdir()
+        server = Contender(f"work {work}", [sys.executable, "-c", SERVER.format(work=work)], 1, folder)
+        server.ask(1)
+        servers.append((server, server.answer()))
+    assert all(first["token_ids"] == [[1, 2, 3, 1]] for _, first in servers)
+    answers = serve_by_turns([server for server, _ in servers], 7, 0.05)
+    for server, _ in servers:
+        server.close()
+    assert {name: answer["token_ids"] for name, answer in answers.items()} == {
+        "work 0.0": [[1, 2, 3, 7]], "work 0.3": [[1, 2, 3, 7]]
+    }  # fmt: skip
+    assert all(answer["acceptance"] == 0.75 and answer["our_steps"] is None for answer in answers.values())
+
+
+def test_a_contender_that_ends_is_named_with_its_last_words(tmp_path):
+    server = Contender("late", [sys.executable, "-c", "raise SystemExit('no such model')"], 1, tmp_path)
+    server.ask(1)
+    with pytest.raises(RuntimeError, match=r"late failed:\nno such model"):
+        server.answer()
+    server.close()
+
+
+def test_ratios_are_within_a_round_and_steps_of_whole_turns():
+    def turn(speed: float, tokens: list[int]) -> dict:
+        latencies = dict.fromkeys(("first_token_ms", "between_p50_ms", "between_p99_ms"), 1.0)
+        return latencies | {
+            "tokens_per_second": speed, "acceptance": None, "our_steps": speed / 100, "token_ids": [tokens, [1]]
+        }  # fmt: skip
+
+    rounds = [
+        {8: {"ours plain": turn(plain, [1, 2]), "ours ngram": turn(ngram, [1, 3])}}
+        for plain, ngram in ((10, 20), (100, 110), (20, 30))  # the machine was ten times as fast in between
+    ]
+    plain, ngram = summary(rounds, {8: {"ours plain": turn(50, []), "ours ngram": turn(60, [])}})
+    assert (ngram["over_plain"], ngram["over_plain_spread"]) == (1.5, [1.1, 2.0])
+    assert (plain["identical"], ngram["identical"]) == (1.0, 0.5)
+    assert (plain["our_steps"], ngram["our_steps"]) == (0.5, 0.6)
+    assert ngram["over_vllm"] is None
+    assert json.dumps([plain, ngram])
