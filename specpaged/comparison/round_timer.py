@@ -10,6 +10,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from statistics import fmean, median
 
+from specpaged.engine.call_length import FEW, CallLength
 from specpaged.engine.engine import Engine
 from specpaged.engine.sequence import Sequence
 from specpaged.sampling_params import SamplingParams
@@ -43,8 +44,7 @@ class RoundTimer:
         self.max_tokens = math.inf if params.max_tokens is None else params.max_tokens
         self.clock = clock
         self._next_prompt = 0
-        most_rounds = engine.speculative_step.most_rounds
-        longest = max(_num_calls(n) * n * (1 + MOST_DEPTH) for n in (1, most_rounds)) + MOST_DEPTH + 1
+        longest = max(_num_calls(n) * n * (1 + MOST_DEPTH) for n in (1, FEW)) + MOST_DEPTH + 1
         room = (engine.config.max_model_len - longest) // 2  # as much is for what comes while others' prompts run
         if room < 1:
             raise ValueError(
@@ -60,13 +60,13 @@ class RoundTimer:
 
         Contexts grow from turn to turn, and rounds with them. So depths come in their order and backwards, equally
         often, each time with new requests, and what a round takes is the mean of both: that of the mean context.
-        Up to `most_rounds` rounds are one call, where the engine runs several at once. K = 0 is timed without a
-        drafter, as plain decoding runs. K that are not timed lie between their neighbours. None if the engine's KV has
-        no room for so many sequences.
+        Up to `most_rounds` rounds, which are no more than FEW, are one call, where the engine runs several at once. K =
+        0 is timed without a drafter, as plain decoding runs. K that are not timed lie between their neighbours. None if
+        the engine's KV has no room for so many sequences.
         """
         step = self.engine.speculative_step
-        before = step.planner, step.most_rounds
-        step.planner, step.most_rounds = None, most_rounds
+        before = step.planner, step.call_length
+        step.planner, step.call_length = None, CallLength(most_rounds)
         forwards: dict[int, list[float]] = {depth: [] for depth in DEPTHS}
         backwards: dict[int, list[float]] = {depth: [] for depth in DEPTHS}
         start = self.clock()
@@ -76,7 +76,7 @@ class RoundTimer:
                     if not self._sweep(batch_size, depths, seconds):
                         return None
         finally:
-            step.planner, step.most_rounds = before
+            step.planner, step.call_length = before
         return _between({depth: (_typical(forwards[depth]) + _typical(backwards[depth])) / 2 for depth in DEPTHS})
 
     def _sweep(self, batch_size: int, depths: SequenceOf[int], seconds: dict[int, list[float]]) -> bool:
@@ -105,7 +105,7 @@ class RoundTimer:
             sequence.max_draft_tokens = depth
         step.drafter = drafter if depth else None
         try:
-            for call in range(_num_calls(step.most_rounds)):
+            for call in range(_num_calls(step.call_length.most)):
                 if len(engine.scheduler.running) < len(sequences):
                     return False
                 num_rounds = step.metrics.rounds
@@ -135,7 +135,7 @@ class RoundTimer:
         return sequences
 
     def _has_room(self, sequences: SequenceOf[Sequence], depth: int) -> bool:
-        most_rounds = self.engine.speculative_step.most_rounds
+        most_rounds = self.engine.speculative_step.call_length.most
         num_tokens = _num_calls(most_rounds) * most_rounds * (1 + depth) + MOST_DEPTH + 1
         longest = max((sequence.num_tokens for sequence in sequences), default=self.engine.config.max_model_len)
         num_outputs = max((len(sequence.output_token_ids) for sequence in sequences), default=0)

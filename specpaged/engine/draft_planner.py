@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence as SequenceOf
 
 from specpaged.drafting.draft import NO_DRAFT, Draft, Evidence, evidence_of
+from specpaged.engine.call_length import CallLength
 from specpaged.engine.chore import Chore
 from specpaged.engine.followers import Followers
 from specpaged.engine.sequence import Sequence
@@ -48,8 +49,8 @@ class DraftPlanner:
         self._proposals: dict[Sequence, Draft] = {}  # of which nobody knows yet what came of them
         self._outcomes: list[tuple[Sequence, Draft, SequenceOf[int]]] = []  # with what came in its place: to be told
         self._looked_next = 0  # the step whose drafts will be waited for, at the latest
-        self.most_rounds = 1, 1  # of plain steps, and of others, that are one call
-        self.drafts_in_rounds = False  # whether drafts may be made in such a call
+        self.call_length = CallLength(1)  # of plain steps
+        self.drafts_in_rounds = False  # whether drafts may be made in such a call, so that others are one, too
         self._own_proposals = _OWN_PROPOSALS  # of rounds that draft, those whose drafts were not
         self._selects = True  # whether drafts were selected from when that was asked last
 
@@ -133,7 +134,7 @@ class DraftPlanner:
         if asks or sequences != standing.sequences:
             return 1, [], None, False
         drafts = standing.drafts
-        num_rounds = max(1, min(self.most_rounds[drafts], standing.num_left))
+        num_rounds = max(1, min(self._most_rounds(len(sequences), drafts), standing.num_left))
         looks = drafts and self.clock.num_steps >= self._looked_next
         goes_on = num_rounds < standing.num_left and self.clock.num_steps > OFTEN and not looks
         return num_rounds, list(counts), plan.stop_rule, goes_on
@@ -153,21 +154,23 @@ class DraftPlanner:
         if num_rounds and any(self._standing.plan.num_draft_tokens):
             self._own_proposals *= (1.0 - _NEWEST) ** num_rounds
 
-    def expect_calls(self, most_rounds: int, drafts_in_rounds: bool) -> None:
+    def expect_calls(self, call_length: CallLength, drafts_in_rounds: bool) -> None:
         """So many rounds may be one call, and those that draft, too, where drafts may be made in it."""
-        self.drafts_in_rounds = drafts_in_rounds
-        self.most_rounds = most_rounds, most_rounds if drafts_in_rounds else 1
+        self.call_length, self.drafts_in_rounds = call_length, drafts_in_rounds
+
+    def _most_rounds(self, num_seqs: int, drafts: bool) -> int:
+        return 1 if drafts and not self.drafts_in_rounds else self.call_length.num_rounds(num_seqs)
 
     def _expect_rounds(self, sequences: SequenceOf[Sequence]) -> None:
         """Tell the costs over how many rounds a call's own time is spread."""
         if self.costs is not None:
             requests = [sequence.sampling_request for sequence in sequences]
             in_one_call = all(request.takes_argmax and request.params.logprobs is None for request in requests)
-            self.costs.plain_rounds = self.most_rounds[0] if in_one_call else 1
+            self.costs.plain_rounds = self._most_rounds(len(sequences), False) if in_one_call else 1
             asks = self._selects and not getattr(self.controller, "selects_by_rule", False)
-            self.costs.drafting_rounds = self.most_rounds[1] if in_one_call and not asks else 1
-            in_rounds = self.drafts_in_rounds and in_one_call and not asks
-            self.costs.proposals_per_round = self._own_proposals if in_rounds else 1.0
+            may_draft = in_one_call and not asks
+            self.costs.drafting_rounds = self._most_rounds(len(sequences), True) if may_draft else 1
+            self.costs.proposals_per_round = self._own_proposals if may_draft and self.drafts_in_rounds else 1.0
 
     def select(self, sequences: SequenceOf[Sequence], drafts: SequenceOf[Draft]) -> list[Draft]:
         """As much of each sequence's draft as is to be verified. The whole of it waits for its outcome."""

@@ -54,8 +54,10 @@ def run_rounds(step: SpeculativeStep, entries: SequenceOf[ScheduledSequence]) ->
         if entry.num_new_tokens != 1 or not entry.samples or wants_prompt_logits(entry):
             return None
         sequences.append(entry.sequence)
-    num_rounds, wanted, stop_rule, goes_on = step.most_rounds, None, None, drafter is not None
-    if planner is not None:
+    if planner is None:
+        num_rounds, wanted, stop_rule = step.call_length.num_rounds(len(sequences)), None, None
+        goes_on = drafter is not None
+    else:
         num_rounds, wanted, stop_rule, goes_on = planner.rounds(sequences)
     if num_rounds < 2 and not goes_on:
         return None
@@ -97,7 +99,10 @@ def run_rounds(step: SpeculativeStep, entries: SequenceOf[ScheduledSequence]) ->
     rounds.num_wanted = [row.num_draft_tokens for row in rows]
     if planner is None:
         rounds.num_wanted = list(map(max, rounds.num_wanted, num_found))
-    return rounds if rounds.num_rounds else None
+    if not rounds.num_rounds:
+        return None
+    step.call_length.took(len(rows), rounds.num_rounds, sum(rounds.seconds))
+    return rounds
 
 
 def _shares(

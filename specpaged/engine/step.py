@@ -18,6 +18,7 @@ from torch import Tensor
 
 from specpaged.drafting.base import Drafter, DraftOutput
 from specpaged.drafting.draft import NO_DRAFT
+from specpaged.engine.call_length import CallLength
 from specpaged.engine.draft_planner import DraftPlanner
 from specpaged.engine.prompt_logprobs import record_prompt_logprobs
 from specpaged.engine.proposal import Reserve, propose
@@ -73,8 +74,8 @@ class SpeculativeStep:
     drafter's KV is to be as long as the target's behind every step, as it depends on hidden states and blocks are
     shared by a host who does not ask; else it is left behind by sequences that do not draft, and catches up when they
     do. `planner` decides how much is drafted and verified; without one it is as much as the host reserves. `agree`
-    makes ranks that verify together take one rank's drafts. With `reserve_rounds`, up to `most_rounds` are one step
-    where that is one call, in which the drafts behind them are made as well.
+    makes ranks that verify together take one rank's drafts. With `reserve_rounds`, up to `most_rounds` (see CallLength)
+    are one step where that is one call, in which the drafts behind them are made as well.
     """
 
     def __init__(
@@ -103,9 +104,9 @@ class SpeculativeStep:
         self.limit = limit  # of a rollback method that does not keep all that is verified
         self.agree = agree
         self.reserve_rounds = reserve_rounds
-        self.most_rounds = most_rounds
+        self.call_length = CallLength(most_rounds)
         if planner is not None and reserve_rounds is not None and target.runs_greedy(1):
-            planner.expect_calls(most_rounds, drafter is not None and drafter.in_rounds is not None)
+            planner.expect_calls(self.call_length, drafter is not None and drafter.in_rounds is not None)
         self.verifier = get_verifier(verification, target.model.backend)
         self._sampling_batch = get_sampling_batch(target.model.backend)
         self.noise: Noise = {}  # what the last proposal drew, for the step that verifies it
@@ -288,8 +289,7 @@ class SpeculativeStep:
 
     def _roll_back(self, rollbacks: SequenceOf[tuple[ScheduledSequence, int]]) -> None:
         """Truncate every pool of each entry's sequence to so many tokens, where it holds more."""
-        start = time.perf_counter()
-        metrics = self.metrics
+        start, metrics = time.perf_counter(), self.metrics
         for entry, num_tokens in rollbacks:
             table = entry.sequence.page_table
             num_rejected = entry.num_known + entry.num_draft_tokens - num_tokens

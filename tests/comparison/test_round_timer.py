@@ -120,12 +120,12 @@ def test_heads_draft_in_every_round_that_is_timed_with_drafts(target, heads, met
 def test_the_engine_is_left_as_it_was(toy_pair):
     llm = llm_of(toy_pair)
     step, prompts = llm.engine.speculative_step, [{"prompt_token_ids": ids} for ids in PROMPTS]
-    parts = step.planner, step.drafter, step.most_rounds
+    parts = step.planner, step.drafter, step.call_length
     before = llm.generate(prompts, GREEDY, use_tqdm=False)
     RoundTimer(llm.engine, PROMPTS, GREEDY).round_seconds(3, 1, 0.0)
     llm.engine.check_idle()
     llm.engine.check_integrity()
-    assert (step.planner, step.drafter, step.most_rounds) == parts
+    assert (step.planner, step.drafter, step.call_length) == parts
     after = llm.generate(prompts, GREEDY, use_tqdm=False)
     assert [o.outputs[0].token_ids for o in after] == [o.outputs[0].token_ids for o in before]
 

@@ -112,7 +112,8 @@ def test_proposals_of_a_batch_are_those_of_each_sequence_alone(target, heads, me
     prompts, params = toys.prompts(5), SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
     of_batches = []
     for max_num_seqs in (1, 5):
-        llm = heads_llm(target, method, heads[method], max_num_seqs=max_num_seqs, attention_backend=backend)
+        arguments = {"attention_backend": backend, "num_scheduler_steps": 4}  # so that there are proposals between calls
+        llm = heads_llm(target, method, heads[method], max_num_seqs=max_num_seqs, **arguments)
         proposals = recorded(llm)
         generate(llm, prompts, params)
         of_batches.append({tuple(known): (drafted, logprobs) for known, drafted, logprobs in proposals})
@@ -160,7 +161,7 @@ def test_outputs_are_those_of_plain_decoding(target, heads, method, k, arguments
 
 @METHODS
 def test_behind_a_step_heads_have_kv_of_all_that_the_target_has_and_of_no_draft(target, heads, method, monkeypatch):
-    llm = heads_llm(target, method, heads[method])
+    llm = heads_llm(target, method, heads[method], num_scheduler_steps=4)
     step, num_seen = llm.engine.speculative_step, 0
     propose = step.propose
 

@@ -8,6 +8,7 @@ import pytest
 
 from specpaged.drafting.draft import NO_DRAFT, Draft
 from specpaged.engine import step_clock
+from specpaged.engine.call_length import CallLength
 from specpaged.engine.draft_planner import DraftPlanner
 from specpaged.engine.step_clock import OFTEN
 from specpaged.speculation.controller import Plan
@@ -159,7 +160,7 @@ def test_a_plan_and_its_rule_go_on_with_who_stays():
     plan = planner.plan(stay)
     assert (plan.num_draft_tokens, plan.without_rule) == ([0, 2, 4], [0, 1, 2])
     assert (plan.stop_rule.leads, plan.stop_rule.expected) == ([2.0, 3.0], [0.2, 0.3])
-    planner.most_rounds = 1, 4
+    planner.expect_calls(CallLength(4), drafts_in_rounds=True)
     assert planner.rounds(stay) == (4, [0, 2, 4], plan.stop_rule, False)  # though it selects: the rule does so
     planner.clock.num_steps, planner._looked_next = 100, 101
     assert planner.rounds(stay)[3]  # nobody is to be asked behind these rounds
@@ -176,7 +177,7 @@ def test_of_a_trial_in_one_call_all_rounds_are_heard_but_the_first():
     planner, listener = trials()
     planner.plan([])
     for most, expected in ((3, 3), (8, 4)):  # no more than it is good for
-        planner.most_rounds = most, 1
+        planner.expect_calls(CallLength(most, few=most), drafts_in_rounds=False)
         assert planner.rounds([]) == (expected, [], None, expected < 4)
     planner.begin()
     assert planner.clock.tells
@@ -236,7 +237,7 @@ def test_of_rounds_that_draft_those_with_a_proposal_of_their_own_are_counted():
     """One in four, where a call makes the drafts of its further rounds; of 16, where those behind it are made, too."""
     for num_calls, share in ((1, 1 / 4), (4, 1 / 16)):
         planner = DraftPlanner(Listener())
-        planner.expect_calls(4, drafts_in_rounds=True)
+        planner.expect_calls(CallLength(4), drafts_in_rounds=True)
         planner.controller.costs = CostModel(PassSeconds([1, 2], [1.0, 2.0]))
         planner.controller.selects_by_rule = True
         planner.controller.plan = lambda candidates, num_steps: Plan([2], num_steps=1)

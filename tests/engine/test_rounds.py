@@ -14,6 +14,7 @@ from specpaged.drafting.draft import Draft
 from specpaged.drafting.draft_model import DraftModelDrafter
 from specpaged.drafting.ngram import NgramDrafter
 from specpaged.drafting.suffix import SuffixDrafter
+from specpaged.engine.call_length import CallLength
 from specpaged.engine.draft_planner import evidence_of
 from specpaged.engine.rounds import _tell_outcomes
 from specpaged.modeling.rounds import DecodingRow, Round, Together
@@ -68,6 +69,9 @@ def decode(pair, kind, num_scheduler_steps, params, **arguments):
         num_scheduler_steps=num_scheduler_steps,
         **(defaults | arguments),
     )
+    step = llm.engine.speculative_step
+    if step.reserve_rounds is not None:  # as many as may be, whatever they take
+        step.call_length = CallLength(num_scheduler_steps, few=num_scheduler_steps)
     honest, num_rounds = llm.engine.target.rounds, []
 
     def rounds(*args):
