@@ -112,7 +112,8 @@ def test_proposals_of_a_batch_are_those_of_each_sequence_alone(target, heads, me
     prompts, params = toys.prompts(5), SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
     of_batches = []
     for max_num_seqs in (1, 5):
-        arguments = {"attention_backend": backend, "num_scheduler_steps": 4}  # so that there are proposals between calls
+        # Short calls, so that there are proposals between them.
+        arguments = {"attention_backend": backend, "num_scheduler_steps": 4}
         llm = heads_llm(target, method, heads[method], max_num_seqs=max_num_seqs, **arguments)
         proposals = recorded(llm)
         generate(llm, prompts, params)
