@@ -109,9 +109,9 @@ class AdaptiveController(MeasuringController):
         if tried is not None:
             self._was_trial = True
             return Plan(tried, num_steps=TRIAL_STEPS, is_trial=True, tries_rows=not self._is_drafting)
-        looks: Sequence[int] = ()
-        if self.looks_back:
-            looks = self.looks.choose(candidates, deepest, [self._requests[c.sequence].num_seen for c in candidates])
+        self.selecting.is_ruled = stop_rule is not None and len(candidates) == 1
+        num_seen = [self._requests[c.sequence].num_seen for c in candidates]
+        looks = self.looks.choose(candidates, deepest, num_seen) if self.looks_back else ()
         return Plan(deepest, looks, stop_rule, counts, self._num_steps(deepest))
 
     @override

@@ -7,7 +7,7 @@ from specpaged.speculation.step_times import StepTimes
 
 NOTHING = 0.02  # of a step: what this saves is not worth looking for
 _SECONDS = 4e-5  # that it takes
-_SELDOM = 8  # times it is asked, where selecting has gained less than it takes
+_SELDOM = 8  # times it is asked, where selecting has gained less than it takes, or a rule does so
 _RATE = 0.1  # of the averages, for the newest of what they are of
 _MOST_GAIN = 0.1
 
@@ -22,6 +22,7 @@ class Selecting:
         self.gain = _MOST_GAIN
         self.num_drafts = 1.0
         self.speed = 1.0
+        self.is_ruled = False  # drafts are those of one sequence, and a rule has stopped them where it would cut
         self._num_unasked = 0  # proposals since the last selection
 
     @property
@@ -32,7 +33,7 @@ class Selecting:
     def is_due(self) -> bool:
         """Whether drafts that have just been made are to be selected from."""
         self._num_unasked += 1
-        return self.pays or self._num_unasked >= _SELDOM
+        return (self.pays and not self.is_ruled) or self._num_unasked >= _SELDOM
 
     def could_gain(self, times: StepTimes, num_drafts: int) -> bool:
         """Whether to leave any of so many drafts out could make a step shorter; if not, all are to be verified."""
