@@ -15,7 +15,7 @@ _STRIDE = 37  # between the lengths of neighbouring outputs
 
 def num_prompts(level: int) -> int:
     """Of a turn with so many requests at once: enough that most of it is at full concurrency."""
-    return max(16, 4 * level)
+    return max(64, 4 * level)
 
 
 def engine_arguments(contender: str, job: dict[str, Any]) -> dict[str, Any]:
