@@ -42,7 +42,7 @@ class StandingPlan:
         if sequence in self.sequences:
             others = [other for other in self.sequences if other is not sequence]
             if not (others and self._goes_on_with(others)):
-                self.sequences, self.plan = [], Plan([])
+                self.sequences, self.plan, self.again = [], Plan([]), Plan([])
 
     def _goes_on_with(self, sequences: SequenceOf[Sequence]) -> bool:
         """Whether it holds for these as well, and is now one for them: who stays keeps the drafts, if any.
