@@ -179,8 +179,10 @@ def largest_batch(pair: Any) -> dict[str, int]:
             max_num_batched_tokens=256,
             kv_cache_memory_bytes=kv,
         )
-        prompts = [{"prompt_token_ids": (list(pair.prompts[i]) * 64)[: MAX_MODEL_LEN - 32]} for i in range(num_seqs)]
-        llm.generate(prompts, SamplingParams(temperature=0, max_tokens=32, ignore_eos=True), use_tqdm=False)
+        half = MAX_MODEL_LEN // 2
+        prompts = [{"prompt_token_ids": (list(pair.prompts[i]) * half)[:half]} for i in range(num_seqs)]
+        params = SamplingParams(temperature=0, max_tokens=MAX_MODEL_LEN - half, ignore_eos=True)
+        llm.generate(prompts, params, use_tqdm=False)
         return llm.metrics.preemptions == 0
 
     measured = next(count - 1 for count in range(planned - 1, planned + 4) if not is_in_room(count))
