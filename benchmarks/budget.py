@@ -217,6 +217,7 @@ def main(
     num_prompts: Annotated[int, typer.Option(min=1, help="Conversations.")] = 16,
     max_tokens: Annotated[int, typer.Option(min=1, help="Of an answer.")] = 192,
     rounds: Annotated[int, typer.Option(min=1)] = 3,
+    k: Annotated[int | None, typer.Option(min=1, help="Drafts of a round; else decided in every step.")] = None,
     out: Annotated[Path | None, typer.Option(help="A file for the JSON.")] = None,
 ) -> None:
     """Measure."""
@@ -233,9 +234,10 @@ def main(
         talks = conversations_of(made, prompts, num_prompts, turns)
         little = int(LITTLE * MAX_MODEL_LEN * models_of(made)[0].kv_bytes_per_token)
         of_all = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": batch_size}
+        drafting = made.speculative | {"num_speculative_tokens": "auto" if k is None else k}
         with models_loaded_once():
             engines = {
-                name: Ours(name, "exact", max_tokens, made.target, of_all | engine, **made.speculative | speculative)
+                name: Ours(name, "exact", max_tokens, made.target, of_all | engine, **drafting | speculative)
                 for name, (speculative, engine) in ways_of(little).items()
             }
         played = [serve(engines, talks, batch_size, max_tokens) for _ in tqdm(range(1 + rounds), unit="round")][
@@ -254,7 +256,7 @@ def main(
         print_table(pair, figures, figures[WIDE]["generation_bytes"])
         batch = largest_batch(made)
     print(f"outputs are {'' if identical else 'NOT '}those of plain decoding; the largest batch: {batch}")
-    settings = {"pair": pair, "prompts": prompts and prompts.name, "turns": turns, "batch_size": batch_size,
+    settings = {"pair": pair, "prompts": prompts and prompts.name, "turns": turns, "batch_size": batch_size, "k": k,
                 "num_prompts": num_prompts, "max_tokens": max_tokens, "rounds": rounds, "little": little}  # fmt: skip
     results = environment(1) | {"study": "budget", "settings": settings, "ways": figures} | {
         "identical": identical, "largest_batch": batch

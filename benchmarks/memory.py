@@ -1,47 +1,70 @@
-"""`python -m benchmarks.memory K`: the peak of resident memory beside its floor, in a process of its own; JSON.
+"""`python -m benchmarks.memory K [PAIR]`: the peak of resident memory beside its floor, in a process of its own; JSON.
 
 And beside what a plan says of it: its `planned` bytes are those of the engine, `share` what was measured over that.
+What the process held before, `imports`, is not counted: a toy engine has run in it, so that libraries are loaded.
 """
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import json
-import resource
 import sys
+import tempfile
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from benchmarks.contenders import sample_prompts
+from benchmarks.adaptive.pairs import Pair, make_pair
 from specpaged import LLM, SamplingParams
-from specpaged.config import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from specpaged.planning.checkpoint_tensors import CheckpointTensors
 from specpaged.planning.memory_model import MemoryModel
 from specpaged.planning.model_memory import ModelMemory
+from specpaged.testing import synthetic_pair
 
 KV_BYTES = 64 << 20
 BATCH_SIZE = 32
+MAX_MODEL_LEN = 512
+_TOY = 64  # what the shape of the toys is divided by
 
 
-def peak_bytes() -> int:
-    """Of this process so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def status_bytes(name: str) -> int:
+    """Of this process: VmRSS now, RssFile of it of mapped files, VmHWM at the peak since `begin_peak`."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split(f"{name}:")[1].split()[0]) * 1024
 
 
-def resident_bytes() -> int:
-    """Of this process now."""
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * resource.getpagesize()
+def begin_peak() -> None:
+    """From now on, the peak is that of what comes. What was freed goes back before, so as not to be taken again."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
 
 
-def main(k: int) -> None:
+def main(k: int, name: str = "embedded") -> None:
     """Load, make every page of the pools resident, decode two full batches."""
     torch.set_num_threads(1)
-    torch.ones(8, 8) @ torch.ones(8, 8)
-    imports = peak_bytes()
+    with tempfile.TemporaryDirectory() as directory:
+        pair = make_pair(name, Path(directory), 2 * BATCH_SIZE)
+        _run_toys(k, Path(directory) / "toys")
+        print(json.dumps(_measured(pair, k)))
+
+
+def _run_toys(k: int, directory: Path) -> None:
+    toys = synthetic_pair("Qwen3-8B", "Qwen3-0.6B", directory=directory, scale=_TOY, dtype="float32")
+    llm = LLM(toys.target, speculative_config=_speculative(toys.draft, k), max_model_len=64, max_num_seqs=2)
+    llm.generate([{"prompt_token_ids": [3, 4, 5]}], SamplingParams(temperature=0, max_tokens=16), use_tqdm=False)
+
+
+def _measured(pair: Pair, k: int) -> dict[str, Any]:
+    begin_peak()
+    imports, files = status_bytes("VmRSS"), status_bytes("RssFile")
     llm = LLM(
-        speculative_config={"num_speculative_tokens": k},
+        pair.target,
+        speculative_config=_speculative(pair.speculative["model"], k),
         dtype="float32",
-        max_model_len=512,
+        max_model_len=MAX_MODEL_LEN,
         max_num_seqs=BATCH_SIZE,
         kv_cache_memory_bytes=KV_BYTES,
     )
@@ -49,28 +72,33 @@ def main(k: int) -> None:
     for runner in runners:
         for layer in runner.kv_cache.layers:
             layer.zero_()
-    loaded = resident_bytes()
-    prompts = [{"prompt_token_ids": token_ids} for token_ids in sample_prompts(2 * BATCH_SIZE)]
+    loaded = status_bytes("VmRSS")
+    prompts = [{"prompt_token_ids": list(token_ids)} for token_ids in pair.prompts]
     llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True), use_tqdm=False)
     floor = sum(runner.model.weight_bytes + runner.kv_cache.num_bytes for runner in runners)
-    peak = peak_bytes()
-    planned = planned_bytes(k, sum(map(len, (prompt["prompt_token_ids"] for prompt in prompts[:BATCH_SIZE]))))
+    peak, files = status_bytes("VmHWM"), status_bytes("RssFile") - files
+    planned = planned_bytes(pair, k, sum(map(len, pair.prompts[:BATCH_SIZE])))
     measured = peak - imports
     figures = {"imports": imports, "floor": floor, "peak": peak, "rest": measured - floor}
     figures |= {"beside_floor_when_loaded": loaded - imports - floor, "buffers": peak - loaded}
-    figures |= {"planned_buffers": planned - floor}
-    print(json.dumps(figures | {"planned": planned, "share": round(measured / planned, 4)}))
+    figures |= {"planned_buffers": planned - floor, "mapped_files": files}
+    return figures | {"planned": planned, "share": round(measured / planned, 4)}
 
 
-def planned_bytes(k: int, num_prompt_tokens: int) -> int:
+def _speculative(draft: str, k: int) -> dict[str, Any]:
+    return {"num_speculative_tokens": k} | ({"model": draft} if k else {})
+
+
+def planned_bytes(pair: Pair, k: int, num_prompt_tokens: int) -> int:
     """What a plan says of such an engine: weights, pools and the buffers of its largest pass."""
-    paths = (EMBEDDED_TARGET, EMBEDDED_DRAFT)[: 1 + (k > 0)]
+    paths = (pair.target, pair.speculative["model"])[: 1 + (k > 0)]
     models = [
-        ModelMemory.of(CheckpointTensors.read(path), max_model_len=512, is_fast=i > 0) for i, path in enumerate(paths)
+        ModelMemory.of(CheckpointTensors.read(path), dtype="float32", max_model_len=MAX_MODEL_LEN, is_fast=i > 0)
+        for i, path in enumerate(paths)
     ]
     model = MemoryModel(*models, max_num_batched_tokens=min(2048, num_prompt_tokens))
     return model.weight_bytes + model.null_blocks + KV_BYTES + model.workspace(BATCH_SIZE, k)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), *sys.argv[2:])
