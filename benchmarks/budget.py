@@ -21,7 +21,6 @@ import typer
 MAX_MODEL_LEN = 1024
 NARROW = {"kv_cache_dtype": "bfloat16"}
 LITTLE = 1.5  # sequences of MAX_MODEL_LEN tokens that find room where there is little: a few, as they are shorter
-TURN_SECONDS = 0.03
 WIDE, PLAIN, PLAIN_NARROW, LITTLE_PLAIN = "as it comes", "plain", "plain, 16-bit KV", "little memory, plain"
 K = 3  # of the largest batch, which depends on it
 PLANNED = 5  # sequences, for which a plan has room
@@ -60,9 +59,11 @@ class Served:
         return sum(map(len, self.token_ids)) / self.seconds
 
 
-def serve(engines: dict[str, Any], conversations: Sequence[Sequence[Sequence[int]]], batch_size: int, room: int):
+def serve(
+    engines: dict[str, Any], conversations: Sequence[Sequence[Sequence[int]]], batch_size: int, room: int
+) -> dict[str, Served]:
     """Served of each engine; a turn comes when all before it have been answered, and leaves `room` for its answer."""
-    from benchmarks.ours import Stint
+    from benchmarks.ours import Stint, take_turns
 
     served = {name: Served([], 0.0, (0, 0), []) for name in engines}
     texts = {name: [[] for _ in conversations] for name in engines}
@@ -77,11 +78,7 @@ def serve(engines: dict[str, Any], conversations: Sequence[Sequence[Sequence[int
             for i in asked[name]:
                 texts[name][i] = [*texts[name][i], *conversations[i][turn]][: MAX_MODEL_LEN - room]
             stints[name] = Stint(ours, [texts[name][i] for i in asked[name]], batch_size)
-        going_on = list(stints.values())
-        while going_on:
-            for stint in going_on:
-                stint.go_on(TURN_SECONDS)
-            going_on = [stint for stint in going_on if not stint.is_done]
+        take_turns(list(stints.values()))
         for name, stint in stints.items():
             run, of = stint.run(), served[name]
             for i, answer in zip(asked[name], run.token_ids, strict=True):
@@ -180,7 +177,9 @@ def largest_batch(pair: Any) -> dict[str, int]:
             kv_cache_memory_bytes=kv,
         )
         half = MAX_MODEL_LEN // 2
-        prompts = [{"prompt_token_ids": (list(pair.prompts[i]) * half)[:half]} for i in range(num_seqs)]
+        prompts = [
+            {"prompt_token_ids": (list(pair.prompts[i % len(pair.prompts)]) * half)[:half]} for i in range(num_seqs)
+        ]
         params = SamplingParams(temperature=0, max_tokens=MAX_MODEL_LEN - half, ignore_eos=True)
         llm.generate(prompts, params, use_tqdm=False)
         return llm.metrics.preemptions == 0

@@ -19,6 +19,7 @@ from specpaged.modeling.loading import load_model
 MAX_MODEL_LEN = 512
 MAX_NUM_SEQS = 128
 MAX_NUM_BATCHED_TOKENS = 2048
+TURN_SECONDS = 0.03  # shorter than most of the noise, which then hits all contenders; longer than caches take to fill
 _PASSES = ("forward", "greedy", "greedy_steps", "rounds")
 _DECIDING = ("plan", "rounds", "select", "look_back", "committed", "begin", "forget")
 _LISTENING = ("begin", "scored", "ran", "proposed", "proposed_for")
@@ -117,6 +118,13 @@ class Ours:
         while not stint.is_done:
             stint.go_on(math.inf)
         return stint.run()
+
+
+def take_turns(stints: Sequence[Stint]) -> None:
+    """All of them to their end, each for a moment, in this order."""
+    while going_on := [stint for stint in stints if not stint.is_done]:
+        for stint in going_on:
+            stint.go_on(TURN_SECONDS)
 
 
 class Stint:

@@ -12,7 +12,7 @@ from typing import Any
 from typing_extensions import override
 
 from benchmarks.adaptive.pairs import Pair
-from benchmarks.ours import Ours, Run, Stint, models_loaded_once
+from benchmarks.ours import Ours, Run, Stint, models_loaded_once, take_turns
 from specpaged import SamplingParams
 from specpaged.metrics import EngineMetrics
 
@@ -21,7 +21,6 @@ AGAIN = "plain again"  # how far apart two engines are that do the same: the noi
 SWING = "1-64"  # the batch size of the cell whose requests come now all at once, now one after another
 BURST, SINGLES, SWINGS = 64, 12, 2
 FEWEST = 4  # requests of a round
-TURN_SECONDS = 0.03  # shorter than most of the noise, which then hits all contenders; longer than caches take to fill
 
 
 def ways_of(ks: Sequence[int], tetris: Sequence[int]) -> dict[str, dict[str, Any]]:
@@ -63,13 +62,10 @@ class Engines:
     def _round(self, kind: type[Stint], prompts: Sequence[Sequence[int]], batch_size: int) -> dict[str, Run]:
         """All contenders through the same prompts, by turns, in an order drawn anew: the first finds cold caches."""
         stints = {name: kind(ours, prompts, batch_size) for name, ours in self.contenders.items()}
-        going_on = list(stints.values())
-        self._rng.shuffle(going_on)
+        in_order = list(stints.values())
+        self._rng.shuffle(in_order)
         gc.collect()
-        while going_on:
-            for stint in going_on:
-                stint.go_on(TURN_SECONDS)
-            going_on = [stint for stint in going_on if not stint.is_done]
+        take_turns(in_order)
         runs = {name: stint.run() for name, stint in stints.items()}
         wrong = [name for name, run in runs.items() if run.token_ids != runs[PLAIN].token_ids]
         assert not wrong, f"{self.pair.name}, B = {batch_size}: outputs of {wrong} are not those of plain decoding"

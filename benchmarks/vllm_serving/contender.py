@@ -101,7 +101,8 @@ class Contender:
     def close(self) -> None:
         """End the process."""
         self._signal(signal.SIGCONT)
-        self._process.stdin.close()
+        with suppress(BrokenPipeError):  # of one that has ended before it was asked
+            self._process.stdin.close()
         self._process.wait()
 
     def _signal(self, number: int) -> None:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from specpaged.comparison.job import Job
 from specpaged.comparison.profiling_planner import ProfilingController, ProfilingPlanner
 from specpaged.comparison.round_timer import MOST_DEPTH, RoundTimer
-from specpaged.engine.call_length import FEW
 from specpaged.engine.cost_probe import probe
 from specpaged.speculation.cost_model import CostModel
 
@@ -89,7 +88,7 @@ class PairProfile:
         several, single = {}, {}
         for size in [size for size in BATCH_SIZES if size <= most]:
             say(f"timing rounds of {size}, {ROUND_SECONDS:.0f} s")
-            of_several = timer.round_seconds(size, min(FEW, job.llm.config.rounds_per_step), ROUND_SECONDS / 2)
+            of_several = timer.round_seconds(size, job.llm.config.rounds_per_step, ROUND_SECONDS / 2)
             of_single = timer.round_seconds(size, 1, ROUND_SECONDS / 2)
             if of_several is None or of_single is None:
                 say(f"there is no KV for {size} at once")

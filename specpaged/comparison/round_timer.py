@@ -44,7 +44,8 @@ class RoundTimer:
         self.max_tokens = math.inf if params.max_tokens is None else params.max_tokens
         self.clock = clock
         self._next_prompt = 0
-        longest = max(_num_calls(n) * n * (1 + MOST_DEPTH) for n in (1, FEW)) + MOST_DEPTH + 1
+        most_rounds = min(FEW, engine.speculative_step.call_length.most)
+        longest = max(_num_calls(n) * n * (1 + MOST_DEPTH) for n in (1, most_rounds)) + MOST_DEPTH + 1
         room = (engine.config.max_model_len - longest) // 2  # as much is for what comes while others' prompts run
         if room < 1:
             raise ValueError(
@@ -60,13 +61,13 @@ class RoundTimer:
 
         Contexts grow from turn to turn, and rounds with them. So depths come in their order and backwards, equally
         often, each time with new requests, and what a round takes is the mean of both: that of the mean context.
-        Up to `most_rounds` rounds, which are no more than FEW, are one call, where the engine runs several at once. K =
-        0 is timed without a drafter, as plain decoding runs. K that are not timed lie between their neighbours. None if
-        the engine's KV has no room for so many sequences.
+        Up to `most_rounds` rounds, and no more than FEW, are one call, where the engine runs several at once. K = 0 is
+        timed without a drafter, as plain decoding runs. K that are not timed lie between their neighbours. None if the
+        engine's KV has no room for so many sequences.
         """
         step = self.engine.speculative_step
         before = step.planner, step.call_length
-        step.planner, step.call_length = None, CallLength(most_rounds)
+        step.planner, step.call_length = None, CallLength(min(FEW, most_rounds))
         forwards: dict[int, list[float]] = {depth: [] for depth in DEPTHS}
         backwards: dict[int, list[float]] = {depth: [] for depth in DEPTHS}
         start = self.clock()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+import time
 
 import pytest
 from hypothesis import given
@@ -48,6 +50,7 @@ def test_contenders_at_turn_answer_all_whatever_a_turn_holds(tmp_path):
         server = Contender(f"work {work}", [sys.executable, "-c", SERVER.format(work=work)], 1, folder)
         server.ask(1)
         servers.append((server, server.answer()))
+        assert _stops(server)
     assert all(first["token_ids"] == [[1, 2, 3, 1]] for _, first in servers)
     answers = serve_by_turns([server for server, _ in servers], 7, 0.05)
     for server, _ in servers:
@@ -56,6 +59,15 @@ def test_contenders_at_turn_answer_all_whatever_a_turn_holds(tmp_path):
         "work 0.0": [[1, 2, 3, 7]], "work 0.3": [[1, 2, 3, 7]]
     }  # fmt: skip
     assert all(answer["acceptance"] == 0.75 and answer["our_steps"] is None for answer in answers.values())
+
+
+def _stops(server: Contender) -> bool:
+    """Whether its process is stopped, or is so within a while."""
+    for _ in range(500):
+        if os.waitid(os.P_PID, server._process.pid, os.WSTOPPED | os.WNOWAIT | os.WNOHANG) is not None:
+            return True
+        time.sleep(0.01)
+    return False
 
 
 def test_a_contender_that_ends_is_named_with_its_last_words(tmp_path):

@@ -15,7 +15,6 @@ from statistics import median
 from typing import Any
 
 from specpaged.comparison.round_timer import RoundTimer
-from specpaged.engine.call_length import FEW
 from specpaged.llm import LLM
 from specpaged.sampling_params import SamplingParams
 from specpaged.studies.result import Row, spread
@@ -69,7 +68,7 @@ def time_rounds(clocked: Clocked, draft: DraftPoint, batch_sizes: Sequence[int])
     timer = RoundTimer(llm.engine, clocked.prompts, clocked.params, CLOCKS[clocked.clock])
     seconds = {}
     for batch_size in batch_sizes:
-        of_size = timer.round_seconds(batch_size, FEW, clocked.round_seconds)
+        of_size = timer.round_seconds(batch_size, llm.config.num_scheduler_steps, clocked.round_seconds)
         if of_size is None:
             raise ValueError(f"--batch-sizes: there is no KV for {batch_size} sequences; allowed: smaller ones")
         seconds[batch_size] = of_size
