@@ -11,7 +11,8 @@ from specpaged.comparison.round_timer import MOST_DEPTH
 from specpaged.drafting.base import Drafter
 from specpaged.drafting.combined import CombinedDrafter
 from specpaged.drafting.draft import Draft
-from specpaged.engine.draft_planner import DraftPlanner, outcome_of
+from specpaged.engine.draft_planner import DraftPlanner
+from specpaged.engine.outcomes import outcome_of
 from specpaged.engine.sequence import Sequence
 from specpaged.speculation.controller import Candidate, MeasuringController, Plan
 from specpaged.speculation.cost_model import CostModel

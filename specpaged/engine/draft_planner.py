@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence as SequenceOf
 
-from specpaged.drafting.draft import NO_DRAFT, Draft, Evidence, evidence_of
+from specpaged.drafting.draft import NO_DRAFT, Draft, evidence_of
 from specpaged.engine.call_length import CallLength
 from specpaged.engine.chore import Chore
 from specpaged.engine.followers import Followers
+from specpaged.engine.outcomes import Outcomes
 from specpaged.engine.sequence import Sequence
-from specpaged.engine.standing_plan import StandingPlan
+from specpaged.engine.standing_plan import Arrival, StandingPlan
 from specpaged.engine.step_clock import OFTEN, StepClock, ask
 from specpaged.paging.page_table import DRAFT
 from specpaged.speculation.controller import Candidate, Controller, Plan
@@ -27,6 +29,7 @@ _PLANNING = 1.6e-4, 0.0028, 1, 48
 # Of rounds that draft, those with a proposal of their own, as long as nothing is known of that; and what the newest
 # round says of it.
 _OWN_PROPOSALS, _NEWEST = 0.25, 0.03
+_SELDOM = 64  # steps at most, that a plan is followed for because to plan takes long
 
 
 class DraftPlanner:
@@ -46,11 +49,12 @@ class DraftPlanner:
         self._standing = StandingPlan()
         self._half: int | None = None  # whose plan it is, where batches go by halves
         self._others: dict[int, StandingPlan] = {}  # the other half's
+        self.outcomes = Outcomes(controller)
         self._proposals: dict[Sequence, Draft] = {}  # of which nobody knows yet what came of them
-        self._outcomes: list[tuple[Sequence, Draft, SequenceOf[int]]] = []  # with what came in its place: to be told
         self._looked_next = 0  # the step whose drafts will be waited for, at the latest
         self.call_length = CallLength(1)  # of plain steps
         self.drafts_in_rounds = False  # whether drafts may be made in such a call, so that others are one, too
+        self._rounds_expected = 1, 1  # in a call, plain and drafting
         self._own_proposals = _OWN_PROPOSALS  # of rounds that draft, those whose drafts were not
         self._selects = True  # whether drafts were selected from when that was asked last
 
@@ -90,10 +94,25 @@ class DraftPlanner:
         self._drafted_in_rounds(num_rounds - 1)
         if self._standing.holds_for(sequences):
             return self._standing.again
-        return self.clock.leave_out(self._planning, self._plan_anew, sequences, num_rounds)
+        arrival = self._arrival(sequences) if self.clock.num_steps > OFTEN else None
+        if arrival is not None and self._standing.is_left_to(sequences[0], arrival):
+            if self.followers is not None:
+                self.followers.planned(sequences, self._standing.plan.num_draft_tokens, 0)
+            return self._standing.again
+        return self.clock.leave_out(self._planning, self._plan_anew, sequences, num_rounds, arrival)
 
-    def _plan_anew(self, sequences: SequenceOf[Sequence], num_rounds: int) -> Plan:
-        self._tell_outcomes()
+    def _arrival(self, sequences: SequenceOf[Sequence]) -> Arrival | None:
+        """Of one that has just come, alone."""
+        if len(sequences) != 1 or len(sequences[0].output_token_ids) > 1:
+            return None
+        (sequence,) = sequences
+        lag, num_left = (1, None) if self.follows_target else (_lag(sequence), _num_left(sequence))
+        if lag <= 1 or num_left is None:  # who has not to catch up has nothing to repay
+            num_left = math.inf
+        return Arrival(lag, num_left, (sequence.max_draft_tokens, _may_be_in_one_call(sequence)))
+
+    def _plan_anew(self, sequences: SequenceOf[Sequence], num_rounds: int, arrival: Arrival | None) -> Plan:
+        self.outcomes.tell()
         candidates = [
             Candidate(
                 sequence,
@@ -115,10 +134,12 @@ class DraftPlanner:
             self.followers.planned(sequences, plan.num_draft_tokens, age)
         good_for = plan.num_steps
         if not plan.is_trial and self.clock.num_steps > OFTEN:
-            seldom = num_rounds * self.clock.every(self._planning)
+            rounds = self._rounds_expected[any(plan.num_draft_tokens)]
+            seldom = min(_SELDOM, rounds * self.clock.every(self._planning))
             too_early = max(0, self._standing.num_left)  # steps: somebody has come
             good_for = max(good_for, seldom + min(seldom, too_early))
-        self._standing = StandingPlan(list(sequences), plan, 0, good_for)
+        is_left = not (plan.is_trial or plan.lookups)
+        self._standing = StandingPlan(list(sequences), plan, 0, good_for, arrival if is_left else None)
         return plan
 
     def rounds(self, sequences: SequenceOf[Sequence]) -> tuple[int, list[int], StopRule | None, bool]:
@@ -162,14 +183,17 @@ class DraftPlanner:
         return 1 if drafts and not self.drafts_in_rounds else self.call_length.num_rounds(num_seqs)
 
     def _expect_rounds(self, sequences: SequenceOf[Sequence]) -> None:
-        """Tell the costs over how many rounds a call's own time is spread."""
+        """Find out how many rounds a call will have, plain or drafting, and tell the costs over which its own time is
+        spread.
+        """
+        num_seqs, in_one_call = len(sequences), all(map(_may_be_in_one_call, sequences))
+        asks = self._selects and not getattr(self.controller, "selects_by_rule", False)
+        may_draft = in_one_call and not asks
+        plain = self._most_rounds(num_seqs, False) if in_one_call else 1
+        drafting = self._most_rounds(num_seqs, True) if may_draft else 1
+        self._rounds_expected = plain, drafting
         if self.costs is not None:
-            requests = [sequence.sampling_request for sequence in sequences]
-            in_one_call = all(request.takes_argmax and request.params.logprobs is None for request in requests)
-            self.costs.plain_rounds = self._most_rounds(len(sequences), False) if in_one_call else 1
-            asks = self._selects and not getattr(self.controller, "selects_by_rule", False)
-            may_draft = in_one_call and not asks
-            self.costs.drafting_rounds = self._most_rounds(len(sequences), True) if may_draft else 1
+            self.costs.plain_rounds, self.costs.drafting_rounds = plain, drafting
             self.costs.proposals_per_round = self._own_proposals if may_draft and self.drafts_in_rounds else 1.0
 
     def select(self, sequences: SequenceOf[Sequence], drafts: SequenceOf[Draft]) -> list[Draft]:
@@ -206,7 +230,7 @@ class DraftPlanner:
 
     def committed(self, sequence: Sequence, token_ids: SequenceOf[int]) -> None:
         """These tokens stand behind what was proposed: the outcome of as many drafts, verified or not."""
-        if self._proposals and (draft := self._proposals.pop(sequence, NO_DRAFT)) is not NO_DRAFT:
+        if (draft := self._proposals.pop(sequence, None)) is not None:
             self.told(sequence, draft, token_ids)
 
     @property
@@ -216,7 +240,7 @@ class DraftPlanner:
 
     def told(self, sequence: Sequence, draft: Draft, token_ids: SequenceOf[int]) -> None:
         """These tokens stand where this was drafted."""
-        self._outcomes.append((sequence, draft, token_ids))
+        self.outcomes.add(sequence, draft, token_ids)
 
     def begin(self) -> None:
         """The target's pass begins, and the step before has ended."""
@@ -224,32 +248,13 @@ class DraftPlanner:
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence has ended, or given up its KV: what was planned for it no longer holds."""
-        self._tell_outcomes()
         self._standing.forget(sequence)
-        self._others = {half: other for half, other in self._others.items() if sequence not in other.sequences}
-        self._proposals.pop(sequence, None)
+        if self._others:
+            self._others = {half: other for half, other in self._others.items() if sequence not in other.sequences}
         if self.followers is not None:
             self.followers.forget(sequence)
-        if sequence.has_ended and sequence.error is None and sequence.params.max_tokens:
-            ask(self.controller.observe_end, len(sequence.output_token_ids), sequence.params.max_tokens)
-        ask(self.controller.forget, sequence)
-
-    def _tell_outcomes(self) -> None:
-        outcomes, self._outcomes = self._outcomes, []
-        for sequence, draft, token_ids in outcomes:
-            if draft and not draft.drafter:
-                ask(self.controller.observe_drafts, sequence, *outcome_of(draft, token_ids), Evidence(draft))
-            for found in draft.found:
-                outcome = outcome_of(found, token_ids)
-                ask(self.controller.observe_lookup, found.drafter - 1, sequence, *outcome, Evidence(found))
-
-
-def outcome_of(draft: Draft, token_ids: SequenceOf[int]) -> tuple[int, int]:
-    """How many of its tokens stand where these came, and whether the next one fell: 0 where that is not known."""
-    num_accepted, num_known = 0, min(len(draft), len(token_ids))
-    while num_accepted < num_known and draft.token_ids[num_accepted] == token_ids[num_accepted]:
-        num_accepted += 1
-    return num_accepted, int(num_accepted < num_known)
+        self._proposals.pop(sequence, None)
+        self.outcomes.forget(sequence)
 
 
 def admits(planner: DraftPlanner | None) -> bool:
@@ -260,6 +265,12 @@ def admits(planner: DraftPlanner | None) -> bool:
 def num_unseen(sequence: Sequence) -> int:
     """Tokens of output that the drafter could say by looking back whether it would have drafted them."""
     return min(_lag(sequence) - 1, len(sequence.output_token_ids))
+
+
+def _may_be_in_one_call(sequence: Sequence) -> bool:
+    """Whether several rounds of it may be."""
+    request = sequence.sampling_request
+    return request.takes_argmax and request.params.logprobs is None
 
 
 def _lag(sequence: Sequence) -> int:

@@ -2,26 +2,52 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from specpaged.engine.sequence import Sequence
 from specpaged.speculation.controller import Plan
 from specpaged.speculation.lookup_choice import LookupChoice
 
+_MOST_HEIRS = 3  # that follow, one after another, what was planned for another one
+
+
+class Arrival(NamedTuple):
+    """How a sequence has come that is alone, and of whose drafts nothing is known."""
+
+    lag: int  # tokens that its drafter has not run
+    num_left: float  # tokens that may still come
+    kind: Hashable = None  # all else that plans go by
+
+    def would_draft_like(self, other: Arrival, drafts: bool) -> bool:
+        """Whether it would be planned to draft, or not to, for at least as good reasons as the other one has been."""
+        for_drafts, against = (self, other) if drafts else (other, self)
+        return self.kind == other.kind and for_drafts.lag <= against.lag and for_drafts.num_left >= against.num_left
+
 
 @dataclass(slots=True)
 class StandingPlan:
-    """What a controller has planned for some sequences, until they change or it is old. Of nobody, to begin with."""
+    """What a controller has planned for some sequences, until they change or it is old. Of nobody, to begin with.
+
+    Of one that has come alone it is left, when that has ended, to the next ones that come alone and like it: to plan
+    takes longer than a step, and of neither is anything known.
+    """
 
     sequences: list[Sequence] = field(default_factory=list)
     plan: Plan = field(default_factory=lambda: Plan([]))
     age: int = 0  # steps since it was made
     good_for: int = 0  # steps that it is followed for
+    arrival: Arrival | None = None  # of whom it was made for
     again: Plan = field(init=False)  # in the steps behind its first one, which alone looks back
+    lasts: int = field(init=False)  # steps, for each of those whom it is left to
+    num_heirs: int = 0
+    left: Plan | None = None
 
     def __post_init__(self) -> None:
         self.again = replace(self.plan, looks_back=())
+        self.lasts = self.good_for - self.age
 
     @property
     def drafts(self) -> bool:
@@ -42,7 +68,19 @@ class StandingPlan:
         if sequence in self.sequences:
             others = [other for other in self.sequences if other is not sequence]
             if not (others and self._goes_on_with(others)):
+                if self.arrival is not None and self.num_heirs < _MOST_HEIRS:
+                    self.left = self.again
                 self.sequences, self.plan, self.again = [], Plan([]), Plan([])
+
+    def is_left_to(self, sequence: Sequence, arrival: Arrival) -> bool:
+        """Whether who has come so, alone, is to follow what it followed who is gone; from now on it is one for it."""
+        if self.left is None or not arrival.would_draft_like(self.arrival, any(self.left.num_draft_tokens)):
+            return False
+        self.plan = self.again = self.left
+        self.sequences, self.left = [sequence], None
+        self.num_heirs += 1
+        self.good_for = self.age + self.lasts
+        return True
 
     def _goes_on_with(self, sequences: SequenceOf[Sequence]) -> bool:
         """Whether it holds for these as well, and is now one for them: who stays keeps the drafts, if any.

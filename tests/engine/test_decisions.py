@@ -182,7 +182,9 @@ def test_auto_decides_by_measured_costs_and_decodes_as_without_drafts(tokenizer_
     assert costs[0] == costs[1]
     assert len(list(tmp_path.glob("costs-*.json"))) == 1
     assert "decided in every step" in str(llm.report)
-    assert llm.engine.speculative_step.planner.controller.num_requests == 0
+    planner = llm.engine.speculative_step.planner
+    planner.outcomes.tell()
+    assert planner.controller.num_requests == 0
 
 
 def test_a_plan_does_not_outlive_the_kv_of_its_sequences(toy_pair):
@@ -277,4 +279,5 @@ def test_of_who_has_ended_it_is_told_how_much_of_its_max_tokens_came(toy_pair):
     params = [SamplingParams(temperature=0, max_tokens=30 + i, ignore_eos=True) for i in range(5)]
     generate(llm, toys.prompts(5), params)
     assert llm.metrics.preemptions > 0
+    llm.engine.speculative_step.planner.outcomes.tell()
     assert sorted(told) == [(30 + i, 30 + i) for i in range(5)]

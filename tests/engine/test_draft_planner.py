@@ -10,6 +10,7 @@ from specpaged.drafting.draft import NO_DRAFT, Draft
 from specpaged.engine import step_clock
 from specpaged.engine.call_length import CallLength
 from specpaged.engine.draft_planner import DraftPlanner
+from specpaged.engine.standing_plan import StandingPlan
 from specpaged.engine.step_clock import OFTEN
 from specpaged.speculation.controller import Plan
 from specpaged.speculation.cost_model import CostModel
@@ -143,10 +144,11 @@ def test_of_a_trial_all_steps_are_heard_but_the_first_and_none_for_it_behind_it(
 class Member:
     """As much of a sequence as a planner looks at."""
 
-    max_draft_tokens, output_token_ids = 4, ()
+    max_draft_tokens, output_token_ids, has_ended = 4, (), False
     page_table = SimpleNamespace(context_lens=(8,))
     num_tokens = 9
     params = SimpleNamespace(max_tokens=None)
+    sampling_request = SimpleNamespace(takes_argmax=True, params=SimpleNamespace(logprobs=None))
 
 
 def test_a_plan_and_its_rule_go_on_with_who_stays():
@@ -301,3 +303,38 @@ def trials():
     planner.clock.num_steps = planner._looked_next = 1 << 20
     planner.clock._told_next = planner.clock.num_steps + 1000
     return planner, listener
+
+
+def test_one_alone_that_comes_like_the_last_one_is_not_planned_for_and_one_that_is_known_is():
+    planner, asked = DraftPlanner(Listener()), []
+    planner.controller.plan = lambda candidates, num_steps: asked.append(num_steps) or Plan([2], num_steps=6)
+    planner.controller.forget = lambda sequence: None
+    planner.clock.num_steps, planner.clock._step_seconds = OFTEN + 1, 1.0  # a step is long: no plan is older than 6
+
+    def come(**kwargs):
+        member = Member()
+        vars(member).update(kwargs)
+        num_before = len(asked)
+        assert planner.plan([member]).num_draft_tokens == [2]
+        planner.forget(member)
+        return len(asked) > num_before
+
+    known, sampled = [5, 6], SimpleNamespace(takes_argmax=False, params=SimpleNamespace(logprobs=None))
+    assert [come() for _ in range(5)] == [True, False, False, False, True]
+    assert asked == [1, 4]  # steps since it was asked last
+    assert [come(output_token_ids=known), come(), come()] == [True, True, False]
+    assert [come(sampling_request=sampled), come(max_draft_tokens=1)] == [True, True]
+    for kind in ({"is_trial": True}, {"lookups": [object()]}):
+        planner.controller.plan = lambda candidates, num_steps, kind=kind: asked.append(0) or Plan([2], **kind)
+        assert [come(output_token_ids=known), come(), come()] == [True, True, True]
+
+
+def test_where_calls_have_several_rounds_a_plan_lasts_as_many_of_them_from_the_first_one_on():
+    planner = DraftPlanner(Listener())
+    planner.controller.plan = lambda candidates, num_steps: Plan([0], num_steps=6)
+    planner.clock.num_steps, planner.clock._step_seconds = OFTEN + 1, 0.01  # a plan in six calls
+    for most, num_steps in ((1, 6), (4, 24), (16, 64)):  # and not for ever
+        planner.expect_calls(CallLength(most, few=most), drafts_in_rounds=False)
+        planner.plan([Member()])
+        assert planner._standing.good_for == num_steps
+        planner._standing = StandingPlan()

@@ -1,0 +1,58 @@
+"""What has come of drafts, and who is gone, until a controller is told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+
+from specpaged.drafting.draft import Draft, Evidence
+from specpaged.engine.sequence import Sequence
+from specpaged.engine.step_clock import ask
+from specpaged.speculation.controller import Controller
+
+_MOST_GONE = 8  # sequences that are kept, to be told of
+
+
+class Outcomes:
+    """Keeps them: to tell takes far less when there is more to be told at once, and a plan to be made, as between two
+    passes of a model nothing of all this is in the caches.
+    """
+
+    def __init__(self, controller: Controller):
+        self.controller = controller
+        self._known: list[tuple[Sequence, Draft, SequenceOf[int]]] = []  # with what came in the draft's place
+        self._gone: list[tuple[Sequence, tuple[int, int] | None]] = []  # with how many tokens came, of how many
+
+    def add(self, sequence: Sequence, draft: Draft, token_ids: SequenceOf[int]) -> None:
+        """These tokens stand where this was drafted."""
+        self._known.append((sequence, draft, token_ids))
+
+    def forget(self, sequence: Sequence) -> None:
+        """The sequence has ended, or given up its KV."""
+        ended = sequence.has_ended and sequence.error is None and sequence.params.max_tokens
+        end = (len(sequence.output_token_ids), sequence.params.max_tokens) if ended else None
+        self._gone.append((sequence, end))
+        if len(self._gone) >= _MOST_GONE:
+            self.tell()
+
+    def tell(self) -> None:
+        """Tell the controller all of it, in this order."""
+        known, self._known = self._known, []
+        for sequence, draft, token_ids in known:
+            if draft and not draft.drafter:
+                ask(self.controller.observe_drafts, sequence, *outcome_of(draft, token_ids), Evidence(draft))
+            for found in draft.found:
+                outcome = outcome_of(found, token_ids)
+                ask(self.controller.observe_lookup, found.drafter - 1, sequence, *outcome, Evidence(found))
+        gone, self._gone = self._gone, []
+        for sequence, end in gone:
+            if end is not None:
+                ask(self.controller.observe_end, *end)
+            ask(self.controller.forget, sequence)
+
+
+def outcome_of(draft: Draft, token_ids: SequenceOf[int]) -> tuple[int, int]:
+    """How many of its tokens stand where these came, and whether the next one fell: 0 where that is not known."""
+    num_accepted, num_known = 0, min(len(draft), len(token_ids))
+    while num_accepted < num_known and draft.token_ids[num_accepted] == token_ids[num_accepted]:
+        num_accepted += 1
+    return num_accepted, int(num_accepted < num_known)

@@ -1,0 +1,75 @@
+"""A controller hears what came of drafts, and who is gone, once each and in that order."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from specpaged.drafting.draft import Draft
+from specpaged.engine.outcomes import Outcomes, outcome_of
+
+
+class Controller:
+    """Writes down what it is told."""
+
+    def __init__(self):
+        self.told = []
+
+    def observe_drafts(self, sequence, num_accepted, num_rejected, evidence):
+        self.told.append((sequence.name, num_accepted, num_rejected))
+
+    def observe_lookup(self, drafter, sequence, num_accepted, num_rejected, evidence):
+        self.told.append((sequence.name, drafter, num_accepted, num_rejected))
+
+    def observe_end(self, num_tokens, most_tokens):
+        self.told.append((num_tokens, most_tokens))
+
+    def forget(self, sequence):
+        self.told.append(sequence.name)
+
+
+class Member(SimpleNamespace):
+    """As much of a sequence as is asked for its end."""
+
+    __hash__ = object.__hash__
+
+
+def member(name: str, has_ended: bool = True, error: str | None = None) -> Member:
+    params = SimpleNamespace(max_tokens=9)
+    return Member(name=name, has_ended=has_ended, error=error, output_token_ids=[1, 2], params=params)
+
+
+def test_who_is_gone_is_told_behind_what_came_of_its_drafts_and_nothing_is_told_twice():
+    outcomes, a = Outcomes(controller := Controller()), member("a")
+    outcomes.add(a, Draft([1, 2, 3], found=[Draft([1, 5], drafter=2)]), [1, 2, 4])
+    outcomes.add(a, Draft([7, 8], drafter=1), [7, 8])  # a lookup's, of which only what it found would be told
+    outcomes.forget(a)
+    assert not controller.told
+    outcomes.tell()
+    outcomes.tell()
+    assert controller.told == [("a", 2, 1), ("a", 1, 1, 1), (2, 9), "a"]
+
+
+def test_an_end_is_told_of_who_has_ended_when_it_left_and_of_nobody_who_failed():
+    outcomes, a = Outcomes(controller := Controller()), member("a", has_ended=False)
+    outcomes.forget(a)  # it gives up its KV,
+    a.has_ended = True  # and ends before anything is told
+    outcomes.forget(a)
+    outcomes.forget(member("b", error="out of memory"))
+    outcomes.tell()
+    assert controller.told == ["a", (2, 9), "a", "b"]
+
+
+def test_who_is_gone_is_not_kept_for_long():
+    outcomes = Outcomes(controller := Controller())
+    for i in range(8):
+        assert not controller.told
+        outcomes.forget(member(str(i), has_ended=False))
+    assert controller.told == [str(i) for i in range(8)]
+
+
+@pytest.mark.parametrize(
+    ("drafted", "came", "outcome"),
+    [([1, 2], [1, 2, 3], (2, 0)), ([1, 2], [1], (1, 0)), ([1, 2], [1, 3], (1, 1)), ([1, 2], [4], (0, 1))],
+)
+def test_the_first_draft_that_did_not_come_has_fallen_and_of_those_behind_it_nothing_is_known(drafted, came, outcome):
+    assert outcome_of(Draft(drafted), came) == outcome
