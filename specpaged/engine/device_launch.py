@@ -88,8 +88,9 @@ def _catch_up(
         if not state.has_draft:
             continue
         start, end = state.draft_context_len, state.num_tokens - 1
-        # Of a round in flight in which nobody drafts everybody gets one token.
-        unseen = late and not batch.members[sequence].state.has_draft
+        # Of a round in flight in which nobody drafts everybody gets one token; but who was not in it.
+        member = batch.members.get(sequence)
+        unseen = late and member is not None and not member.state.has_draft
         if end + 1 + unseen - start > _MOST_BEHIND and end > start:
             table = sequence.page_table
             rows.append(DraftRow(sequence, sequence.token_ids[start:end], start, table.entries, 0, 0))

@@ -10,6 +10,7 @@ from specpaged.speculation.cost_model import CostModel
 SHORTEST = 4  # tokens: a pass of a few rows costs hardly more than one of one
 _COLD = 1.5  # times what a pass takes in a run of others: the drafter's weights are in no cache, and prompts are long
 _DEBT = 4.0  # times the most credit, that one look may take of who has it, or has never looked
+_IN_VAIN, _WEARY = 12, 0.5  # looks since anybody has drafted, from which on so much of their share goes into others
 _KNOWN = 4.0  # outcomes of a request, which make a look at another of twice the lag as welcome
 
 
@@ -20,10 +21,14 @@ class Looks:
         self.costs = costs
         self.credit = costs.target.of_rows(1)  # in advance: at first nothing is known of any drafts
         self.most = 4.0 * self.credit
-        self._num_looks = 0
+        self._num_looks = self._num_in_vain = 0
 
     def earn(self, seconds: float, most: float) -> None:
-        """More credit, up to `most` in all: what nobody needed for long is not spent at once later."""
+        """More credit, up to `most` in all: what nobody needed for long is not spent at once later; and not all of it,
+        as long as looks have led to nothing.
+        """
+        if self._num_in_vain >= _IN_VAIN:
+            seconds *= _WEARY
         self.most = most
         self.credit = min(most, self.credit + seconds)
 
@@ -38,6 +43,8 @@ class Looks:
         at on debt.
         """
         is_alone = not any(counts)
+        if not is_alone:
+            self._num_in_vain = 0
         idle = [
             (candidate.lag * (1.0 + num_outcomes[i] / _KNOWN), i)
             for i, (candidate, count) in enumerate(zip(candidates, counts, strict=True))
@@ -61,4 +68,5 @@ class Looks:
             rows, spent = rows + num_rows, seconds
         self.credit -= spent
         self._num_looks += len(looks)
+        self._num_in_vain += len(looks)
         return looks

@@ -119,13 +119,29 @@ def test_where_no_draft_could_pay_nothing_is_looked_at():
 
 
 def test_where_no_requests_drafts_would_pay_hardly_anybody_looks():
-    """Where some would, as far as outcomes show, the others are looked at as often as there is time for it."""
+    """Where some would, as far as outcomes show, others are looked at; half as often, when that has led to nothing."""
     shares = []
     for acceptances in ((0.2, 0.2), (0.9, 0.2)):
         simulation = simulate(0.05, lambda i, n, of=acceptances: of[i % 2], 16)
         simulation.tokens_per_second(4 * STEPS)
         shares.append(_COLD * simulation.looking / simulation.seconds)  # as it is accounted for
-    assert shares[0] < 0.5 * LOOKING < 0.7 * LOOKING < shares[1] <= LOOKING + 0.004
+    assert shares[0] < 0.1 * LOOKING < 0.3 * LOOKING < shares[1] <= 0.6 * LOOKING
+
+
+def test_who_looks_in_vain_gets_weary_until_somebody_drafts():
+    looks = Looks(costs(0.05))
+    candidates = [Candidate(i, 8, lag=17, num_unseen=16) for i in range(2)]
+
+    def earned():
+        before = looks.credit
+        looks.earn(1.0, most=100.0)
+        return looks.credit - before
+
+    for num_looks in range(0, 24, 2):
+        assert earned() == pytest.approx(1.0 if num_looks < 12 else 0.5)
+        assert looks.choose(candidates, [0, 0], [0, 0]) == [0, 1]
+    looks.choose(candidates, [3, 0], [0, 0])
+    assert earned() == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(("num_left", "drafts"), [(8, False), (100, False), (200, True), (None, True)])
@@ -257,6 +273,19 @@ def test_without_evidence_counts_depend_on_what_was_verified_before_alone():
     assert not controller.selects()
     for evidence in ([[-5.0] * 3, [5.0] * 2], [[5.0] * 3, [-5.0] * 2]):
         assert controller.select([c.sequence for c in candidates], evidence) == [3, 2]
+
+
+@pytest.mark.parametrize(
+    ("num_seqs", "stops", "is_selected_from"), [(1, True, False), (2, True, True), (1, False, True)]
+)
+def test_one_alone_whose_drafts_a_rule_has_stopped_is_not_selected_from_once_more(num_seqs, stops, is_selected_from):
+    controller = AdaptiveController(costs(0.05), stops=stops)
+    Simulation(controller, num_seqs, lambda i, n: 0.6, 0.05).tokens_per_second(STEPS)
+    controller.selecting.gain = 0.1  # it pays, as far as anybody knows
+    plan = controller.plan([Candidate(i, 8) for i in range(num_seqs)])
+    assert any(plan.num_draft_tokens)
+    assert (plan.stop_rule is not None) == stops
+    assert controller.selects() == is_selected_from
 
 
 def test_drafts_are_selected_from_now_and_then_where_that_gains_nothing():

@@ -119,6 +119,39 @@ def test_preempted_sequences_go_on_where_they_were(make_device, plain):
     check_nothing_is_held(llm)
 
 
+def test_who_sits_a_step_out_is_given_the_tokens_of_its_last_round_before(make_device, plain, monkeypatch):
+    """Every third step has room for seven tokens: for four of the first sequence and three of the second."""
+    llm = make_device()
+    rounds, scheduler = model_runner(llm).rounds, core(llm).scheduler
+    run, schedule, most = rounds.run, scheduler.schedule, scheduler.max_num_scheduled_tokens
+    came, num_steps = [], 0
+
+    def scheduled_short(*args, **named):
+        nonlocal num_steps
+        num_steps += 1
+        scheduler.max_num_scheduled_tokens = most if num_steps % 3 else 7
+        return schedule(*args, **named)
+
+    def watched(entries, scheduled):
+        in_flight = {member.sequence for member in rounds.flight.members} if rounds.flight else set()
+        owed = (rounds.batch.members.keys() & in_flight) - {entry.sequence for entry in entries}
+        before = {sequence: sequence.num_tokens for sequence in owed}
+        output = run(entries, scheduled)
+        came.extend(sequence.num_tokens - num_tokens for sequence, num_tokens in before.items())
+        return output
+
+    monkeypatch.setattr(rounds, "run", watched)
+    monkeypatch.setattr(scheduler, "schedule", scheduled_short)
+    given = [params(max_tokens=20 + i) for i in range(4)]
+    try:
+        assert generate(llm, given) == generate(plain, given)
+    finally:
+        scheduler.max_num_scheduled_tokens = most
+    assert came
+    assert min(came) > 0
+    check_nothing_is_held(llm)
+
+
 def test_a_step_is_launched_before_the_one_before_it_is_read(make_device):
     """In a steady round: one read, of which another thread may have the tokens; this one waits for the round before."""
     llm = make_device()
