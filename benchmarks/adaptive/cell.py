@@ -43,17 +43,15 @@ class Engines:
                 for name, speculative in ways.items()
             }
 
-    def cell(self, batch_size: int | str, rounds: int) -> dict[str, Any]:
-        """Speeds, and what the decisions came to, of so many rounds of prompts at this batch size; or of swings."""
-        return _summary(self.play(batch_size, rounds))
-
     def play(self, batch_size: int | str, rounds: int) -> list[dict[str, Run]]:
-        """So many rounds, and what each contender did in them."""
+        """So many rounds of prompts at this batch size, or of swings, and what each contender did in them; its first
+        requests are in none.
+        """
         pool = self.pair.prompts
         kind, size = (Swing, BURST) if batch_size == SWING else (Requests, int(batch_size))
         count = SWINGS * (BURST + SINGLES) if kind is Swing else max(FEWEST, size * self.pair.prompts_per_seq)
         for ours in self.contenders.values():  # warms up
-            ours.run(pool[: max(8, size)], size)
+            ours.run(pool[: max(16, size)], size)
         return [
             self._round(kind, [pool[j % len(pool)] for j in range(i * count, (i + 1) * count)], size)
             for i in range(rounds)
@@ -100,8 +98,10 @@ class Swing(Requests):
         return count
 
 
-def _summary(played: Sequence[dict[str, Run]]) -> dict[str, Any]:
-    """Medians over the rounds of each contender's speed over plain decoding's in the same round; who is best."""
+def summary_of(played: Sequence[dict[str, Run]]) -> dict[str, Any]:
+    """What a cell came to: medians over its rounds of each contender's speed over plain decoding's in the same round;
+    who is best.
+    """
     ratios = {
         name: sorted(runs[name].tokens_per_second / runs[PLAIN].tokens_per_second for runs in played)
         for name in played[0]
