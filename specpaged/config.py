@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 NUMERICS = ("exact", "fast")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+DRAFT_KV_DTYPES = (*DTYPES, "fp8_e4m3")  # of keys and values that decide nothing; vLLM's name for 8 bits
 ATTENTION_BACKENDS = ("auto", "torch", "cpp", "triton", "xformers")
 MODEL_IMPLS = ("auto", "flat", "transformers")
 SCHEDULES = ("continuous", "eqspec", "exspec")

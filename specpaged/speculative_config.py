@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from specpaged.checks import check_callable, check_choice, check_int, check_names, check_ranges, check_share, check_use
-from specpaged.config import DTYPES, NUMERICS
+from specpaged.config import DRAFT_KV_DTYPES, NUMERICS
 
 MAX_ADAPTIVE_DRAFT_TOKENS = 8  # that an adaptive drafter goes deep, where a user names no maximum
 HEADS = ("eagle3", "clover")  # methods whose model reads the target's hidden states
@@ -94,7 +94,7 @@ class SpeculativeConfig:
         self._check_method()
         self._check_settings()
         check_choice("speculative_config['numerics']", self.numerics, NUMERICS)
-        check_choice("speculative_config['kv_cache_dtype']", self.kv_cache_dtype, DTYPES)
+        check_choice("speculative_config['kv_cache_dtype']", self.kv_cache_dtype, DRAFT_KV_DTYPES)
         with_kv = f"methods with a model; method {self.method!r} has no KV"
         has_kv = self.model_method is not None or self.kv_cache_dtype == "auto"
         check_use("speculative_config['kv_cache_dtype']", self.kv_cache_dtype, has_kv, with_kv)

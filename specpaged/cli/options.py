@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from specpaged.config import ATTENTION_BACKENDS, DTYPES, MODEL_IMPLS, NUMERICS
+from specpaged.config import ATTENTION_BACKENDS, DRAFT_KV_DTYPES, DTYPES, MODEL_IMPLS, NUMERICS
 from specpaged.speculative_config import METHODS
 
 Model = Annotated[str | None, typer.Option(help="Target: local path or hub id. Default: the embedded pair.")]
@@ -55,7 +55,9 @@ DType = Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")]
 KVCacheDType = Annotated[
     str, typer.Option(help=f"What the target's keys and values are stored as: one of {', '.join(DTYPES)}.")
 ]
-DraftKVCacheDType = Annotated[str, typer.Option(help="The same of the draft model.")]
+DraftKVCacheDType = Annotated[
+    str, typer.Option(help=f"The same of the draft model: one of {', '.join(DRAFT_KV_DTYPES)}.")
+]
 DraftKVMemory = Annotated[
     int | None,
     typer.Option("--draft-kv-cache-memory-bytes", min=1, help="Of a pool of the draft's own, out of both pools'."),

@@ -25,6 +25,7 @@ from specpaged.modeling.transformers_source import TransformersSource
 from specpaged.paging.kv_cache import KVSpec
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+KV_DTYPES = DTYPES | {"fp8_e4m3": torch.float8_e4m3fn}
 KV_DTYPE_BACKENDS = ("cpp", "torch")  # whose attention reads KV of another dtype than its own
 
 
@@ -238,8 +239,8 @@ def _check_dtype(dtype: str, device: torch.device) -> torch.dtype | None:
 
 def _check_kv_dtype(kv_cache_dtype: str, dtype: torch.dtype, backend: str) -> torch.dtype:
     """What keys and values are stored as. Raises ValueError."""
-    check_choice("kv_cache_dtype", kv_cache_dtype, ("auto", *DTYPES))
-    wanted = DTYPES.get(kv_cache_dtype, dtype)
+    check_choice("kv_cache_dtype", kv_cache_dtype, ("auto", *KV_DTYPES))
+    wanted = KV_DTYPES.get(kv_cache_dtype, dtype)
     if wanted != dtype and backend not in KV_DTYPE_BACKENDS:
         raise ValueError(
             f"kv_cache_dtype={kv_cache_dtype!r} beside {str(dtype).removeprefix('torch.')} is for attention_backend "

@@ -155,5 +155,6 @@ class PagedKVCache(KVCache):
         mask = torch.ones(num_slots, dtype=torch.bool)  # [(num_blocks + 1) * S] bool
         mask[: self.block_size] = False
         mask[owned] = False
+        unowned = mask.nonzero().squeeze(1)
         for layer in self.layers:
-            layer[mask.to(layer.device)] = value
+            layer[unowned.to(layer.device)] = torch.tensor(value).to(layer)

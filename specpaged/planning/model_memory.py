@@ -10,6 +10,7 @@ from typing import Any
 from specpaged.planning.checkpoint_tensors import ITEM_BYTES, CheckpointTensors, StoredTensor
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+KV_DTYPE_BYTES = DTYPE_BYTES | {"fp8_e4m3": 1}
 PANEL = 16  # outputs, in whole numbers of which our kernels keep a matrix
 TWO_COPIES_WEIGHT = 2**24  # as modeling.linear has it: a fast draft's smaller matrices are there twice
 _FUSED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
@@ -79,7 +80,7 @@ class ModelMemory:
             longest,
             sizes["vocab_size"],
             weights,
-            2 * sizes["num_hidden_layers"] * kv_size * DTYPE_BYTES[kv_dtype],
+            2 * sizes["num_hidden_layers"] * kv_size * KV_DTYPE_BYTES[kv_dtype],
             row_bytes,
             sizes["vocab_size"] * item,
             sum(tensor.num_bytes for tensor in checkpoint.tensors),

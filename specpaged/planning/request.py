@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from specpaged.checks import check_choice, check_share
-from specpaged.config import DTYPES, EMBEDDED_DRAFT, EMBEDDED_TARGET, NUMERICS
+from specpaged.config import DRAFT_KV_DTYPES, DTYPES, EMBEDDED_DRAFT, EMBEDDED_TARGET, NUMERICS
 from specpaged.planning.checkpoint_tensors import CheckpointTensors
 from specpaged.planning.layouts import layouts
 from specpaged.planning.memory_model import MemoryModel
@@ -65,7 +65,7 @@ class PlanRequest:
         budget = parse_bytes("--memory", memory)
         for name, value in (("dtype", dtype), ("kv-cache-dtype", kv_cache_dtype)):
             check_choice(f"--{name}", value, DTYPES)
-        check_choice("--draft-kv-cache-dtype", draft_kv_cache_dtype, DTYPES)
+        check_choice("--draft-kv-cache-dtype", draft_kv_cache_dtype, DRAFT_KV_DTYPES)
         check_choice("--numerics", numerics, NUMERICS)
         check_share("--acceptance", acceptance, 1.0)
         if draft_kv_window is not None and draft_kv_window < MIN_KV_WINDOW:

@@ -9,7 +9,7 @@ from typing import Any
 from vllm.config import VllmConfig
 
 from specpaged.checks import check_choice, check_names
-from specpaged.config import ATTENTION_BACKENDS, DTYPES, MODEL_IMPLS, NUMERICS, EngineConfig
+from specpaged.config import ATTENTION_BACKENDS, DRAFT_KV_DTYPES, DTYPES, MODEL_IMPLS, NUMERICS, EngineConfig
 from specpaged.drafting import require_drafter
 from specpaged.speculative_config import METHODS, SUFFIX_DECODING, WITH_MODEL, SpeculativeConfig
 
@@ -21,7 +21,7 @@ OPTIONS: dict[str, tuple[str | bool, ...]] = {
     "numerics": NUMERICS,
     "draft_numerics": NUMERICS,
     "kv_cache_dtype": DTYPES,
-    "draft_kv_cache_dtype": DTYPES,
+    "draft_kv_cache_dtype": DRAFT_KV_DTYPES,
     "attention_backend": ATTENTION_BACKENDS,
     "model_impl": MODEL_IMPLS,
     "device_round": (True, False),

@@ -132,7 +132,7 @@ def test_proposals_of_a_batch_are_those_of_each_sequence_alone(target, heads, me
     [
         {},
         {"max_num_batched_tokens": 24, "kv_cache_memory_bytes": 28 * 4 * 2048, "max_num_seqs": 4},
-        {"enable_prefix_caching": True, "speculative": {"numerics": "fast", "kv_cache_dtype": "float16"}},
+        {"enable_prefix_caching": True, "speculative": {"numerics": "fast", "kv_cache_dtype": "fp8_e4m3"}},
         {"speculative": {"verification": "greedy"}},
     ],
     ids=["plenty", "preempted", "prefix cache", "greedy"],

@@ -44,6 +44,7 @@ def test_narrower_kv_takes_fewer_bytes(toy_pair):
 
     assert kv_bytes("auto") == [512, 512]
     assert kv_bytes("float16") == [512, 256]
+    assert kv_bytes("fp8_e4m3") == [512, 128]
     assert kv_bytes("auto", kv_cache_dtype="bfloat16") == [256, 512]
 
 

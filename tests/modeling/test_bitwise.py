@@ -70,7 +70,7 @@ def test_rows_have_the_same_bits_in_decode_verify_and_prefill(name, model_impl, 
     assert_same_bits(chunked_prefill(model, tokens, 16, (13, 1, 30)), expected)
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("kv_cache_dtype", ["bfloat16", "float16", "fp8_e4m3"])
 @pytest.mark.parametrize("backend", ["torch", "cpp"])
 @pytest.mark.parametrize(("name", "model_impl"), [("qwen3", "flat"), ("gemma2", "flat"), ("gpt_oss", "transformers")])
 def test_rows_have_the_same_bits_where_kv_is_narrower(name, model_impl, backend, kv_cache_dtype, toy_model):
@@ -85,7 +85,9 @@ def test_rows_have_the_same_bits_where_kv_is_narrower(name, model_impl, backend,
     as_wide = one_token_decode(wide, tokens, 16)
     assert not torch.equal(as_wide, expected)
     apart = (as_wide - expected).norm(dim=1) / as_wide.norm(dim=1)
-    assert apart.median() < 0.05  # not of all rows: a router may pick another expert
+    assert apart.median() < (
+        0.3 if kv_cache_dtype == "fp8_e4m3" else 0.05
+    )  # not of all rows: a router may pick another expert
 
 
 @pytest.mark.parametrize("backend", ["torch", "cpp"])

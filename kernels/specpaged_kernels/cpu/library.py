@@ -13,7 +13,8 @@ from torch import Tensor
 from specpaged_kernels.cpu.build import BuildError, load
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-STORAGE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # of weights and KV; the numbers of vectors.h
+STORAGE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # of weights; the numbers of vectors.h
+KV_STORAGE = STORAGE | {torch.float8_e4m3fn: 3}
 SOURCE = Path(__file__).with_name("library.cpp")  # which includes the others
 
 # Of status.h: what leads outside of its table.

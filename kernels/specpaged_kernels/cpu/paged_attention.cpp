@@ -266,6 +266,7 @@ template <typename T, typename... Operands>
 void attend(const Pass& pass, void* pool, const T* query, Operands... operands) {
     if (pass.kv_storage == BFLOAT16) attend_in((bfloat16*)pool, pass, query, operands...);
     else if (pass.kv_storage == FLOAT16) attend_in((float16*)pool, pass, query, operands...);
+    else if (pass.kv_storage == FLOAT8) attend_in((float8*)pool, pass, query, operands...);
     else attend_in((float*)pool, pass, query, operands...);
 }
 

@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from specpaged_kernels.cpu.library import INT, POINTER, SIZE, STORAGE, check_status, check_tensor, functions
+from specpaged_kernels.cpu.library import INT, KV_STORAGE, POINTER, SIZE, check_status, check_tensor, functions
 
 INT32_MAX = 2**31 - 1  # of what is multiplied by a block's number
 
@@ -51,7 +51,7 @@ def make_pass(
     window: int | None = None,
     sinks: Tensor | None = None,
     block_stride: int | None = None,
-    kv_dtype: torch.dtype = torch.float32,  # one of STORAGE
+    kv_dtype: torch.dtype = torch.float32,  # one of KV_STORAGE
 ) -> Pass:
     """The struct of these arguments of `paged_attention`; the tensors must outlive it. Raises ValueError."""
     num_seqs, num_tokens = context_lens.numel(), slot_mapping.numel()  # len() of a tensor takes four times as long
@@ -87,7 +87,7 @@ def make_pass(
     check_tensor("sinks", sinks, (num_heads,), torch.float32)
     return Pass(
         num_seqs, num_tokens, num_rows, block_size, num_heads, num_kv_heads, head_dim, torch.get_num_threads(),
-        num_slots, page_table.shape[1], page_table.stride(0), block_stride, STORAGE[kv_dtype],
+        num_slots, page_table.shape[1], page_table.stride(0), block_stride, KV_STORAGE[kv_dtype],
         slot_mapping.data_ptr(), page_table.data_ptr(), cu_query_lens.data_ptr(), context_lens.data_ptr(),
         1 / math.sqrt(head_dim) if scaling is None else scaling, softcap or 0.0, window or 0,
         None if sinks is None else sinks.data_ptr(),
@@ -98,7 +98,7 @@ def paged_attention(
     query: Tensor,  # [N, Hq, D] dtype
     key: Tensor,  # [N, Hkv, D] dtype
     value: Tensor,  # [N, Hkv, D] dtype
-    kv_pool: Tensor,  # [P * S, 2, Hkv, D], one of STORAGE; [:, 0] keys, [:, 1] values
+    kv_pool: Tensor,  # [P * S, 2, Hkv, D], one of KV_STORAGE; [:, 0] keys, [:, 1] values
     slot_mapping: Tensor,  # [num_tokens] int64: rows past them are filler
     page_table: Tensor,  # [B, max_blocks] int32
     cu_query_lens: Tensor,  # [B + 1] int32, of which the last is num_tokens
@@ -121,7 +121,7 @@ def paged_attention(
     num_rows, num_heads, head_dim = query.shape
     num_slots, num_kv_heads = len(kv_pool), kv_pool.shape[2]
     check_tensor("query", query, query.shape, query.dtype, contiguous=False)
-    kv_dtype = kv_pool.dtype if kv_pool.dtype in STORAGE else query.dtype
+    kv_dtype = kv_pool.dtype if kv_pool.dtype in KV_STORAGE else query.dtype
     check_tensor("kv_pool", kv_pool, (num_slots, 2, num_kv_heads, head_dim), kv_dtype)
     check_tensor("key", key, (num_rows, num_kv_heads, head_dim), query.dtype, contiguous=False)
     check_tensor("value", value, (num_rows, num_kv_heads, head_dim), query.dtype, contiguous=False)

@@ -14,6 +14,7 @@ constexpr int LANES = 8;
 typedef float Floats __attribute__((vector_size(LANES * 4)));
 typedef int32_t Ints __attribute__((vector_size(LANES * 4)));
 typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
+typedef uint8_t Quarters __attribute__((vector_size(LANES)));
 
 // For sums whose lanes are outputs: how many lie in one vector changes no bit of them.
 #if !defined(WIDE_LANES) && defined(__AVX512F__)
@@ -39,7 +40,7 @@ inline Vector shuffled(Vector x, Vector y, const int (&lanes)[sizeof(Vector) / s
 #define SHUFFLE(x, y, ...) shuffled(x, y, {__VA_ARGS__})
 #endif
 
-enum Storage : int64_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
+enum Storage : int64_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, FLOAT8 = 3 };  // the last one of KV alone
 
 struct bfloat16 {
     uint16_t bits;
@@ -70,6 +71,11 @@ inline float to_float(float16 x) {
 #endif
 }
 
+// Four bits of exponent, biased by 7, and three of mantissa; no infinities (OCP's E4M3, PyTorch's float8_e4m3fn).
+struct float8 {
+    uint8_t bits;
+};
+
 inline void from_float(float x, float* out) { *out = x; }
 inline void from_float(float x, bfloat16* out) {  // to nearest, ties to even
     uint32_t bits;
@@ -98,6 +104,23 @@ inline void from_float(float x, float16* out) {  // to nearest, ties to even
 #endif
 }
 
+inline void from_float(float x, float8* out) {  // to nearest, ties to even; what is larger becomes the largest
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    const uint8_t sign = uint8_t(bits >> 24 & 0x80);
+    bits &= 0x7fffffff;
+    if (bits > 0x7f800000) bits = 0x7f;          // NaN
+    else if (bits >= 0x43e00000) bits = 0x7e;    // 448 and more
+    else if (bits < 0x3c800000) {                // subnormal: in units of 2^-9, which adding to 2^14 rounds to
+        float size;
+        std::memcpy(&size, &bits, 4);
+        size += 0x1p14f;
+        std::memcpy(&bits, &size, 4);
+        bits -= 0x46800000;
+    } else bits = (bits - 0x3c000000 + 0x7ffff + (bits >> 20 & 1)) >> 20;
+    out->bits = uint8_t(sign | bits);
+}
+
 inline Floats splat(float x) { return Floats{x, x, x, x, x, x, x, x}; }
 
 inline Floats load(const float* from) {
@@ -118,6 +141,20 @@ inline Floats load(const float16* from) {
     for (int lane = 0; lane < LANES; ++lane) x[lane] = to_float(from[lane]);
     return x;
 #endif
+}
+inline Floats load(const float8* from) {
+    Quarters x;
+    std::memcpy(&x, from, sizeof x);
+    const Ints bits = __builtin_convertvector(x, Ints), rest = (bits & 0x7f) << 20, sign = (bits & 0x80) << 24;
+    const Ints bias = Ints{} + (120 << 23), least = Ints{} + (121 << 23);  // 127 - 7; 2^-6, above which are subnormals
+    const Floats normal = (Floats)(rest + bias), subnormal = (Floats)(rest + least) - (Floats)least;
+    const Floats size = rest < (1 << 23) ? subnormal : normal;
+    const Ints is_nan = rest == (0x7f << 20);
+    return (Floats)((Ints)size | sign | (is_nan & 0x7fc00000));
+}
+inline float to_float(float8 x) {
+    const float8 eight[LANES] = {x};
+    return load(eight)[0];
 }
 inline void store(float* to, Floats x) { std::memcpy(to, &x, sizeof x); }
 

@@ -14,12 +14,16 @@ from specpaged.modeling.attention.base import PagedPass
 from specpaged.modeling.attention.folded import attend_chunked, attend_sdpa
 from specpaged.modeling.numerics import AttentionScheme
 from specpaged.modeling.ragged_batch import RaggedBatch
+from specpaged_kernels.store_kv import as_stored
 
 
 def store(pool: Tensor, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
     """Write key and value, [num_rows, Hkv, D] each, to the slots [N] of pool [P * S, 2, Hkv, D]: rows 0 .. N-1."""
     for i, new in enumerate((key, value)):
-        pool[:, i].index_copy_(0, slot_mapping, new[: len(slot_mapping)].to(pool.dtype))
+        slots, stored = pool[:, i], as_stored(new[: len(slot_mapping)], pool.dtype)
+        if pool.itemsize == 1:  # which index_copy_ knows as integers alone
+            slots, stored = slots.view(torch.uint8), stored.view(torch.uint8)
+        slots.index_copy_(0, slot_mapping, stored)
 
 
 @lru_cache(maxsize=64)

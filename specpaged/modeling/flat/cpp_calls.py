@@ -18,7 +18,7 @@ from specpaged.modeling.ragged_batch import RaggedRow
 from specpaged.paging.kv_cache import PagedKVCache
 from specpaged.speculation.stop_rule import StopRule
 from specpaged_kernels.cpu import decoder as kernel
-from specpaged_kernels.cpu.library import STORAGE, check_status, check_tensor
+from specpaged_kernels.cpu.library import KV_STORAGE, check_status, check_tensor
 from specpaged_kernels.cpu.paged_attention import Pass
 
 T = TypeVar("T")
@@ -43,7 +43,7 @@ class Pools:
             if len(kv_layers) != num_layers:
                 raise ValueError(f"kv_layers has {len(kv_layers)} pools; allowed: {num_layers}, one per layer")
             shape = (num_slots, 2, config.num_kv_heads, config.head_dim)
-            kv_dtype = kv_layers[0].dtype if kv_layers[0].dtype in STORAGE else self.dtype
+            kv_dtype = kv_layers[0].dtype if kv_layers[0].dtype in KV_STORAGE else self.dtype
             for pool in kv_layers:
                 check_tensor("kv_layers", pool, shape, kv_dtype)
             self.num_slots, self.kv_dtype, self._geometries, self._kept = num_slots, kv_dtype, {}, {}
@@ -63,7 +63,7 @@ class Pools:
             geometry = self._geometries[key] = Pass(
                 block_size=block_size, block_stride=block_stride, num_slots=self.num_slots,
                 num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
-                kv_storage=STORAGE[self.kv_dtype], num_threads=num_threads, scaling=scaling,
+                kv_storage=KV_STORAGE[self.kv_dtype], num_threads=num_threads, scaling=scaling,
                 softcap=config.softcap or 0.0,
             )  # fmt: skip
         return geometry

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from specpaged_kernels.cpu.build import CACHE, load
 from specpaged_kernels.cpu.library import POINTER, SIZE, SOURCE
 from specpaged_kernels.paged_attention import paged_attention_ref
-from specpaged_kernels.store_kv import store_kv_ref
+from specpaged_kernels.store_kv import as_stored, store_kv_ref
 from tests.kernels.cpu.lanes import load_with_other_lanes
 from tests.kernels.cpu.world import World
 
@@ -56,7 +56,13 @@ def test_bfloat16(batch, options):
     check(World(BATCHES[batch], 4, 2, 16, dtype=torch.bfloat16), options_for(options, 4), 2**-7)
 
 
-KV_DTYPES = [(torch.float32, torch.bfloat16), (torch.float32, torch.float16), (torch.bfloat16, torch.float32)]
+KV_DTYPES = [
+    (torch.float32, torch.bfloat16),
+    (torch.float32, torch.float16),
+    (torch.bfloat16, torch.float32),
+    (torch.float32, torch.float8_e4m3fn),
+    (torch.bfloat16, torch.float8_e4m3fn),
+]
 
 
 @pytest.mark.parametrize("options", ["plain", "all"])
@@ -70,14 +76,20 @@ def test_pages_may_be_of_another_dtype(dtype, kv_dtype, geometry, options):
 
 
 def test_what_is_stored_is_rounded_as_torch_does():
-    """Ties, subnormal numbers, the largest ones, infinities, NaN."""
-    every = torch.arange(2**16, dtype=torch.int32)
-    for kv_dtype in (torch.float16, torch.bfloat16):
-        narrow = every.to(torch.int16).view(kv_dtype).float()
+    """Ties, subnormal numbers, the largest ones, infinities, NaN; but 8 bits have none larger than their largest."""
+    for kv_dtype, bits in (
+        (torch.float16, torch.int16),
+        (torch.bfloat16, torch.int16),
+        (torch.float8_e4m3fn, torch.uint8),
+    ):
+        every = torch.arange(2 ** (8 * bits.itemsize), dtype=torch.int32)
+        narrow = every.to(bits).view(kv_dtype).float()
         up, down = (torch.nextafter(narrow, torch.tensor(to)) for to in (torch.inf, -torch.inf))
-        following = (every + 1).to(torch.int16).view(kv_dtype).float()
+        following = (every + 1).to(bits).view(kv_dtype).float()
         middle = (narrow.double() + following.double()).div(2).float()  # as far from both
-        values = torch.cat([narrow, up, down, middle, torch.tensor([65519.9, 65520.0, -1e30, 2.0**-25, 2.0**-26])])
+        values = torch.cat(
+            [narrow, up, down, middle, torch.tensor([65519.9, 65520.0, -1e30, 465.0, 2.0**-25, 2.0**-26])]
+        )
         values = torch.nn.functional.pad(values, (0, -len(values) % 1024)).view(-1, 1, 1024)
         world = World([(0, len(values))], 1, 1, 1024, kv_dtype=kv_dtype, filler=0)
         world.key = world.value = values
@@ -85,7 +97,9 @@ def test_what_is_stored_is_rounded_as_torch_does():
         world.attend()
         slots = world.slot_mapping
         for stored in world.pool[slots].unbind(1):
-            torch.testing.assert_close(stored, values.to(kv_dtype), rtol=0, atol=0, equal_nan=True)
+            torch.testing.assert_close(
+                stored.float(), as_stored(values, kv_dtype).float(), rtol=0, atol=0, equal_nan=True
+            )
 
 
 def test_float16_is_rounded_alike_where_no_instruction_does(tmp_path, monkeypatch):
@@ -118,7 +132,9 @@ def check(world: World, options: dict, tolerance: float) -> None:
         **options,
     )  # fmt: skip
     got = world.attend(**options)
-    assert torch.equal(world.pool.nan_to_num(7), expected_pool.nan_to_num(7)), "stores what the reference stores"
+    assert torch.equal(world.pool.float().nan_to_num(7), expected_pool.float().nan_to_num(7)), (
+        "stores what the reference stores"
+    )
     torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
 
 
