@@ -15,11 +15,12 @@ def print_table(results: dict[str, Any]) -> None:
     names = list(dict.fromkeys(name for cell in cells.values() for name in cell["over_plain"]))[1:]
     table = Table(
         title=f"speed over plain decoding, {results['threads']} thread(s)",
-        caption="medians of the rounds' ratios; over best: of whoever else is best in the cell; verified: draft tokens "
-        "for each token of output; P99: of requests' seconds, over plain decoding's",
+        caption="medians of the rounds' ratios; +-: the standard deviation of the last one; over best: of whoever else "
+        "is best in the cell; verified: draft tokens for each token of output; P99: of requests' seconds, over plain "
+        "decoding's",
     )
     table.add_column("pair", no_wrap=True)
-    for column in ("B", *names, "over best", "P99", "best's", "verified", "accepted", "deciding"):
+    for column in ("B", *names, "+-", "over best", "P99", "best's", "verified", "accepted", "deciding"):
         table.add_column(column, justify="right", no_wrap=True)
     for key, cell in cells.items():
         pair, _, batch_size = key.rpartition("; ")
@@ -27,7 +28,8 @@ def print_table(results: dict[str, Any]) -> None:
         accepted = "" if cell["acceptance"] is None else f"{cell['acceptance']:.0%}"
         p99 = [f"{cell['p99'][name]:.2f}" for name in ("adaptive", cell["best"])]
         verified, deciding = f"{cell['verified_per_token']:.2f}", f"{cell['deciding']:.1%}"
-        last = (f"{cell['over_best']:.2f}", *p99, verified, accepted, deciding)
+        error = f"{cell['error']['adaptive']:.3f}" if "error" in cell else ""
+        last = (error, f"{cell['over_best']:.2f}", *p99, verified, accepted, deciding)
         table.add_row(pair, batch_size, *ratios, *last)
     console = Console(width=170)
     console.print(table)

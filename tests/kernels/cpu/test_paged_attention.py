@@ -102,26 +102,49 @@ def test_what_is_stored_is_rounded_as_torch_does():
             )
 
 
-def test_float16_is_rounded_alike_where_no_instruction_does(tmp_path, monkeypatch):
+@pytest.fixture
+def without_f16c(tmp_path, monkeypatch):
+    """The vectors of a CPU that has no instruction for float16, in a library of what is given."""
     monkeypatch.setenv(CACHE, str(tmp_path / "built"))
     for path in SOURCE.parent.glob("*.h"):
         shutil.copy(path, tmp_path)
-    source = tmp_path / "rounding.cpp"
-    source.write_text(
-        """#undef __F16C__
-        #include "vectors.h"
-        extern "C" void rounded(const float* from, int64_t count, float16* to) {
+
+    def make(code):
+        source = tmp_path / "converted.cpp"
+        source.write_text(f'#undef __F16C__\n#include "vectors.h"\n{code}\n')
+        return load(source)
+
+    return make
+
+
+def test_float16_is_rounded_alike_where_no_instruction_does(without_f16c):
+    library = without_f16c(
+        """extern "C" void rounded(const float* from, int64_t count, float16* to) {
             for (int64_t i = 0; i < count; ++i) from_float(from[i], to + i);
         }"""
     )
     bits = torch.cat([torch.arange(-(2**31), 2**31, 4099), torch.arange(0x38000000, 0x38900000, 61)])
     values = bits.to(torch.int32).view(torch.float32)
     got = torch.empty(len(values), dtype=torch.float16)
-    load(source).rounded(
-        ctypes.c_void_p(values.data_ptr()), ctypes.c_int64(len(values)), ctypes.c_void_p(got.data_ptr())
-    )
+    library.rounded(ctypes.c_void_p(values.data_ptr()), ctypes.c_int64(len(values)), ctypes.c_void_p(got.data_ptr()))
     assert torch.equal(got.isnan(), values.isnan())
     assert torch.equal(got.nan_to_num(0, 7, -7).view(torch.int16), values.half().nan_to_num(0, 7, -7).view(torch.int16))
+
+
+def test_eight_bits_are_what_torch_has_for_them_with_and_without_an_instruction(without_f16c):
+    """Read by a pass whose only key has the value 1, and by the vectors alone."""
+    every = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn)
+    library = without_f16c(
+        """extern "C" void widened(const float8* from, int64_t count, float* to) {
+            for (int64_t i = 0; i < count; i += LANES) store(to + i, load(from + i));
+        }"""
+    )
+    got = torch.empty(256)
+    library.widened(ctypes.c_void_p(every.data_ptr()), ctypes.c_int64(256), ctypes.c_void_p(got.data_ptr()))
+    torch.testing.assert_close(got, every.float(), rtol=0, atol=0, equal_nan=True)
+    world = World([(0, 1)], 1, 1, 256, kv_dtype=torch.float8_e4m3fn, filler=0)
+    world.query, world.key, world.value = torch.zeros(1, 1, 256), torch.ones(1, 1, 256), every.float().view(1, 1, 256)
+    torch.testing.assert_close(world.attend().view(256), every.float(), rtol=0, atol=0, equal_nan=True)
 
 
 def check(world: World, options: dict, tolerance: float) -> None:
