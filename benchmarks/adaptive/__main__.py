@@ -15,7 +15,6 @@ from typing import Annotated
 import typer
 
 KS = (1, 2, 3, 5, 8)
-PARTS = 2  # of a cell's rounds, each with engines made anew: where their memory lies makes up to 3 %
 ROUNDS = {"1": 21, "4": 11, "8": 9, "16": 5, "32": 3, "64": 3, "1-64": 3}  # by batch size
 app = typer.Typer(add_completion=False)
 
@@ -57,16 +56,12 @@ def main(
         with tempfile.TemporaryDirectory() as directory:
             pair = make_pair(name, Path(directory), 128)
             ways = ways_of(*([int(k) for k in of.split(",") if k] for of in (ks, tetris)))
-            played = {size: [] for size in left}
-            for part in range(PARTS):
-                engines = Engines(pair, ways)
-                for size in left:
-                    num_rounds = rounds or max(3, ROUNDS.get(size, 5) * 2 // pair.prompts_per_seq)
-                    played[size] += engines.play(size, num_rounds * (part + 1) // PARTS - num_rounds * part // PARTS)
+            engines = Engines(pair, ways)
             for size in left:
-                cell = results["cells"][f"{name}; {size}"] = summary_of(played[size])
+                played = engines.play(size, rounds or max(3, ROUNDS.get(size, 5) * 2 // pair.prompts_per_seq))
+                cell = results["cells"][f"{name}; {size}"] = summary_of(played)
+                path.write_text(json.dumps(results, indent=1) + "\n")
                 typer.echo(f"{name}, B = {size}: {cell['over_plain']}, over best {cell['over_best']}", err=True)
-            path.write_text(json.dumps(results, indent=1) + "\n")
     print_table(results)
     typer.echo(draw(results, path.with_suffix(".png")))
     typer.echo(json.dumps(results))

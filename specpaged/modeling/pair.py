@@ -9,6 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from specpaged.config import EngineConfig
+from specpaged.modeling import freed_memory
 from specpaged.modeling.cuda_graphs import CudaGraphs, Record
 from specpaged.modeling.heads.loading import load_heads
 from specpaged.modeling.loaded_model import LoadedModel
@@ -56,6 +57,7 @@ class ModelPair:
                 draft = _load_heads(config, target)
             else:
                 draft = _load_draft(config, target, tokenizer, vocab_size)
+        freed_memory.give_back()
         return cls(target, draft, tokenizer, vocab_size)
 
     @property

@@ -109,9 +109,10 @@ class PlanRequest:
             "block_size": block_size or (64 if device.startswith("cuda") else 16),
             "max_num_batched_tokens": max_num_batched_tokens,
         }
-        plain, drafting = layouts(
-            target, draft, layout, context, draft_kv_window, kv_cache_dtype == "auto", draft_kv_cache_dtype == "auto"
-        )
+        may_narrow = [  # a GPU's kernels read KV of their arithmetic's dtype alone
+            dtype == "auto" and not device.startswith("cuda") for dtype in (kv_cache_dtype, draft_kv_cache_dtype)
+        ]
+        plain, drafting = layouts(target, draft, layout, context, draft_kv_window, *may_narrow)
         planner = Planner(costs, plain, drafting, context, batch, max_num_speculative_tokens)
         said = {"model": model, "draft_model": draft_model, "dtype": dtype, "numerics": numerics, "threads": threads}
         return cls(budget, planner, target, draft, device, said | layout)

@@ -60,6 +60,15 @@ def test_the_command_for_our_engine_is_one_that_holds_the_batch(tokenizer_pair, 
         assert speculative["method"] == "draft_model"
 
 
+def test_a_gpus_plan_keeps_kv_in_the_arithmetics_dtype(toy_pair, no_costs):
+    """Its kernels read no other, and refuse what a command would ask for."""
+    result = plan(toy_pair, "--memory", "8GiB", "--device", "cuda", "--json")
+    assert result.exit_code == 0, result.output
+    ways = json.loads(result.output.splitlines()[-1])["ways"]
+    assert {way["kv_cache_dtype"] for way in ways} == {"float32"}
+    assert {way["draft_kv_cache_dtype"] for way in ways} == {None, "float32"}
+
+
 def test_what_does_not_fit_says_what_one_sequence_takes(toy_pair, no_costs):
     result = plan(toy_pair, "--memory", "100KB", "--json")
     assert result.exit_code == 1

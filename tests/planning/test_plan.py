@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specpaged.planning.layouts import layouts
 from specpaged.planning.memory_model import MemoryModel
 from specpaged.planning.model_memory import ModelMemory
 from specpaged.planning.pass_costs import PassCosts, find_kept, pair_key
@@ -150,3 +151,23 @@ def test_narrower_kv_makes_room_for_more():
     narrow = replace(TARGET, kv_bytes_per_token=TARGET.kv_bytes_per_token // 2)
     batches = [MemoryModel(model).largest_batch(1000 * MIB, CONTEXT) for model in (TARGET, narrow)]
     assert batches[1] in (2 * batches[0], 2 * batches[0] + 1)
+
+
+@pytest.mark.parametrize(
+    ("may_narrow", "kv"),
+    [
+        ((True, True), {"": ("bfloat16", 1024), " of 8-bit KV": ("fp8_e4m3", 512)}),
+        ((False, False), {"": ("float32", 2048)}),
+    ],
+)
+def test_kv_is_narrowed_where_nobody_has_said_what_it_is_to_be(may_narrow, kv):
+    """The draft's, whatever the target's is: 16 bits, or 8."""
+    plain, drafting = layouts(TARGET, DRAFT, {}, CONTEXT, None, *may_narrow)
+    targets = {"": ("float32", 8192)} | ({", 16-bit KV": ("bfloat16", 4096)} if may_narrow[0] else {})
+    assert {name: (m.target.kv_dtype, m.target.kv_bytes_per_token) for name, m in plain.items()} == {
+        f"plain{of_target}": stored for of_target, stored in targets.items()
+    }
+    shared = {name: model for name, model in drafting.items() if model.shares_blocks}
+    assert {name: (m.draft.kv_dtype, m.draft.kv_bytes_per_token) for name, m in shared.items()} == {
+        f"draft{of_draft}{of_target}": stored for of_target in targets for of_draft, stored in kv.items()
+    }
