@@ -87,11 +87,15 @@ class StandingPlan:
 
         Who comes, while others draft, might as well.
         """
-        plan = self.plan
+        plan, drafts = self.plan, self.drafts
         counts = dict(zip(self.sequences, plan.num_draft_tokens, strict=True))
         num_new = len(sequences) - sum(sequence in counts for sequence in sequences)
-        if 2 * num_new > len(sequences) or (num_new and self.drafts):
+        if 2 * num_new > len(sequences) or (num_new and drafts):
             return False
+        if not (drafts or plan.is_trial):  # as ever where drafting does not pay; and made in a fifth of the time
+            self.sequences, self.plan = list(sequences), Plan([0] * len(sequences), num_steps=plan.num_steps)
+            self.again = self.plan
+            return True
         kept = without_rule = [counts.get(sequence, 0) for sequence in sequences]
         stop_rule = plan.stop_rule
         if stop_rule is not None:
