@@ -51,8 +51,8 @@ class EngineConfig:
     With `device_round` a round runs on the device from its drafts to its tokens, without asking the host, who is one
     round late: he reads a round while the next one runs, or with `synchronous` before he launches the next. It is off
     by default: on CPUs there is nothing to gain, and on GPUs it has not been measured yet. It needs the flat decoder on
-    Triton's kernels. What it does not cover (prefill, adaptive K, lookups, heads, rejection sampling, log-probabilities
-    and logits that more than a temperature is done to) is the host's, as ever. Outputs are the same in every way.
+    Triton's kernels. What it does not cover (prefill, lookups, heads, rejection sampling, log-probabilities and logits
+    that more than a temperature is done to) is the host's, as ever. Outputs are the same in every way.
 
     `schedule` says who takes part in a step; what comes out of a request is the same with all of them. "continuous":
     whoever can run, with drafts made behind the target's pass. "overlap" (MineDraft, arXiv 2603.18016): one half of the

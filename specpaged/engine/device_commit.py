@@ -72,6 +72,8 @@ def commit_flight(step: SpeculativeStep, batch: DeviceBatch, flight: Flight) -> 
             num_made += outcome.num_made
             if outcome.num_drafts:
                 fared.append((outcome.num_drafts, outcome.num_accepted))
+                if step.planner is not None and not outcome.failed:
+                    step.planner.verified(sequence, outcome.num_drafts, outcome.num_accepted)
             entries.append(_commit(step, batch, member, drafted, outcome))
             tries_again |= outcome.failed and sequence.error is None
         metrics.steps += len(entries) > 0  # else all have ended, and it was for nothing

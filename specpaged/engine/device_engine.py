@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Sequence as SequenceOf
 from typing import Any
 
 import torch
@@ -146,13 +147,14 @@ class DeviceEngine(Engine):
         """Launch a round, and read one; or the reason why the host has to go on, and nothing was launched."""
         before, flight = self._flight, None
         with self._metrics.stage("schedule"):
-            states = self._reserve()
+            wanted = self._num_wanted()
+            states = self._reserve(wanted)
         if states is None:
             return "no blocks"
         # A round in flight brings everybody a token at least.
         if any(state.limit - state.num_tokens > (before is not None) for state in states):
             with self._metrics.stage("score"):
-                flight = self._launch(states)
+                flight = self._launch(states, max(wanted, default=0))
         if self.config.synchronous:
             self._flight = flight
             flight = None
@@ -161,17 +163,19 @@ class DeviceEngine(Engine):
         self._metrics.record_blocks(self.allocator.num_held, self.kv_layout.num_draft_held)
         return None
 
-    def _reserve(self) -> list[RowState] | None:
-        """The states of all that run, with slots for whatever a round may write; None where blocks do not suffice."""
+    def _reserve(self, wanted: SequenceOf[int]) -> list[RowState] | None:
+        """The states of all that run and want so many drafts, with slots for whatever a round may write; None where
+        blocks do not suffice.
+        """
         running = self.scheduler.running
         states = []
-        budget, configured = self.config.max_num_batched_tokens - len(running), self._num_configured()
+        budget = self.config.max_num_batched_tokens - len(running)
         try:
-            for sequence in running:
+            for sequence, num_wanted in zip(running, wanted, strict=True):
                 take_over(sequence)
-                k = min(configured, sequence.max_draft_tokens, budget)
+                k = min(num_wanted, sequence.max_draft_tokens, budget)
                 budget -= k
-                state = row_state(sequence, self._limit(sequence), k, drafts=configured > 0)
+                state = row_state(sequence, self._limit(sequence), k, drafts=num_wanted > 0)
                 states.append(state)
                 most = state.num_tokens + k + (self._flight is not None) * (self.round.num_drafts + 1)
                 # The last token of all has no KV.
@@ -180,11 +184,14 @@ class DeviceEngine(Engine):
             return None
         return states
 
-    def _num_configured(self) -> int:
-        """K of everybody who may draft as many."""
+    def _num_wanted(self) -> list[int]:
+        """K of each who runs, if it may draft as many."""
+        running, speculative = self.scheduler.running, self.config.speculative_config
         if not self.max_draft_tokens:
-            return 0
-        return self.config.speculative_config.num_draft_tokens(len(self.scheduler.running))
+            return [0] * len(running)
+        if speculative.is_adaptive:
+            return self.speculative_step.planner.plan_round(running) if running else []
+        return [speculative.num_draft_tokens(len(running))] * len(running)
 
     def _limit(self, sequence: Sequence) -> int:
         """The tokens that there may be of a sequence."""
@@ -193,10 +200,10 @@ class DeviceEngine(Engine):
             return self.config.max_model_len
         return min(self.config.max_model_len, sequence.num_prompt_tokens + most)
 
-    def _launch(self, states: list[RowState]) -> Flight:
+    def _launch(self, states: list[RowState], num_drafts: int) -> Flight:
         return launch(
             self.speculative_step, self.batch, self.round, self.copies, list(self.scheduler.running), states,
-            self._num_configured(), late=self._flight is not None,
+            num_drafts, late=self._flight is not None,
         )  # fmt: skip
 
     def _land(self) -> None:

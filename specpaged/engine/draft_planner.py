@@ -8,14 +8,14 @@ from collections.abc import Sequence as SequenceOf
 
 from specpaged.drafting.draft import NO_DRAFT, Draft, evidence_of
 from specpaged.engine.call_length import CallLength
+from specpaged.engine.candidate import candidate_of, draft_lag, num_left
 from specpaged.engine.chore import Chore
 from specpaged.engine.followers import Followers
 from specpaged.engine.outcomes import Outcomes
 from specpaged.engine.sequence import Sequence
 from specpaged.engine.standing_plan import Arrival, StandingPlan
 from specpaged.engine.step_clock import OFTEN, StepClock, ask
-from specpaged.paging.page_table import DRAFT
-from specpaged.speculation.controller import Candidate, Controller, Plan
+from specpaged.speculation.controller import Controller, Plan
 from specpaged.speculation.cost_model import CostModel
 from specpaged.speculation.lookup_choice import LookupChoice
 from specpaged.speculation.stop_rule import StopRule
@@ -29,6 +29,7 @@ _PLANNING = 1.6e-4, 0.0028, 1, 48
 # Of rounds that draft, those with a proposal of their own, as long as nothing is known of that; and what the newest
 # round says of it.
 _OWN_PROPOSALS, _NEWEST = 0.25, 0.03
+_HIDDEN = 64  # rounds, over which what a host takes is spread where none of them waits for it
 _SELDOM = 64  # steps at most, that a plan is followed for because to plan takes long
 
 
@@ -40,8 +41,11 @@ class DraftPlanner:
     the longer the steps, the more often. What came of drafts is told when next a plan is made, all of it at once.
     """
 
-    def __init__(self, controller: Controller, follows_target: bool = False, gives_up: bool = True):
+    def __init__(
+        self, controller: Controller, follows_target: bool = False, gives_up: bool = True, hides_host: bool = False
+    ):
         self.controller = controller
+        self.hides_host = hides_host  # what a host does takes no time of a round's: the device has another one to run
         self.follows_target = follows_target  # the drafter does: nobody has to catch up, or can
         self.followers = Followers() if follows_target and gives_up else None  # ranks have to give up the same ones
         self.clock = StepClock(controller, follows_target)
@@ -101,29 +105,35 @@ class DraftPlanner:
             return self._standing.again
         return self.clock.leave_out(self._planning, self._plan_anew, sequences, num_rounds, arrival)
 
+    def plan_round(self, sequences: SequenceOf[Sequence]) -> list[int]:
+        """How much to draft for each in a round that a device runs by itself: nobody hears what it takes, or looks at a
+        draft before it is verified.
+        """
+        is_deaf, self.clock.is_deaf = self.clock.is_deaf, True
+        try:
+            plan = self.plan(sequences)
+            self.begin()
+        finally:
+            self.clock.is_deaf = is_deaf
+        return list(plan.num_draft_tokens if plan.stop_rule is None else plan.without_rule)
+
+    def verified(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
+        """So many of its drafts stood in such a round, of those that the target has seen."""
+        ask(self.controller.observe_drafts, sequence, num_accepted, int(num_accepted < num_drafts))
+
     def _arrival(self, sequences: SequenceOf[Sequence]) -> Arrival | None:
         """Of one that has just come, alone."""
         if len(sequences) != 1 or len(sequences[0].output_token_ids) > 1:
             return None
         (sequence,) = sequences
-        lag, num_left = (1, None) if self.follows_target else (_lag(sequence), _num_left(sequence))
-        if lag <= 1 or num_left is None:  # who has not to catch up has nothing to repay
-            num_left = math.inf
-        return Arrival(lag, num_left, (sequence.max_draft_tokens, _may_be_in_one_call(sequence)))
+        lag, left = (1, None) if self.follows_target else (draft_lag(sequence), num_left(sequence))
+        if lag <= 1 or left is None:  # who has not to catch up has nothing to repay
+            left = math.inf
+        return Arrival(lag, left, (sequence.max_draft_tokens, _may_be_in_one_call(sequence)))
 
     def _plan_anew(self, sequences: SequenceOf[Sequence], num_rounds: int, arrival: Arrival | None) -> Plan:
         self.outcomes.tell()
-        candidates = [
-            Candidate(
-                sequence,
-                sequence.max_draft_tokens,
-                1 if self.follows_target else _lag(sequence),
-                0 if self.follows_target else num_unseen(sequence),
-                sequence.num_tokens,
-                _num_left(sequence),
-            )
-            for sequence in sequences
-        ]
+        candidates = [candidate_of(sequence, self.follows_target) for sequence in sequences]
         self._expect_rounds(sequences)
         age = self._standing.age
         plan = ask(self.controller.plan, candidates, age, otherwise=Plan([0] * len(sequences)))
@@ -193,8 +203,12 @@ class DraftPlanner:
         drafting = self._most_rounds(num_seqs, True) if may_draft else 1
         self._rounds_expected = plain, drafting
         if self.costs is not None:
+            own = self._own_proposals if may_draft and self.drafts_in_rounds else 1.0
+            if self.hides_host:
+                plain = drafting = _HIDDEN
+                own = 1.0 / _HIDDEN
             self.costs.plain_rounds, self.costs.drafting_rounds = plain, drafting
-            self.costs.proposals_per_round = self._own_proposals if may_draft and self.drafts_in_rounds else 1.0
+            self.costs.proposals_per_round = own
 
     def select(self, sequences: SequenceOf[Sequence], drafts: SequenceOf[Draft]) -> list[Draft]:
         """As much of each sequence's draft as is to be verified. The whole of it waits for its outcome."""
@@ -262,24 +276,7 @@ def admits(planner: DraftPlanner | None) -> bool:
     return planner is None or planner.followers is None or planner.followers.admits()
 
 
-def num_unseen(sequence: Sequence) -> int:
-    """Tokens of output that the drafter could say by looking back whether it would have drafted them."""
-    return min(_lag(sequence) - 1, len(sequence.output_token_ids))
-
-
 def _may_be_in_one_call(sequence: Sequence) -> bool:
     """Whether several rounds of it may be."""
     request = sequence.sampling_request
     return request.takes_argmax and request.params.logprobs is None
-
-
-def _lag(sequence: Sequence) -> int:
-    """Known tokens that the drafter has not run; 1 of one that keeps no KV."""
-    table = sequence.page_table
-    return table.draft_lag(sequence.num_tokens) if len(table.context_lens) > DRAFT else 1
-
-
-def _num_left(sequence: Sequence) -> int | None:
-    """Tokens that may still come; None where nothing but a stop says."""
-    most = sequence.params.max_tokens
-    return None if most is None else most - len(sequence.output_token_ids)

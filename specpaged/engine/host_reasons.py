@@ -60,8 +60,6 @@ def why_no_rounds(
         return None
     if not isinstance(drafter, DraftModelDrafter):
         return "drafter"
-    if config.speculative_config.is_adaptive:
-        return "adaptive K"
     if step.verifier.name == "rejection":
         return "rejection"
     return "K" if max_draft_tokens >= MAX_ROWS else None

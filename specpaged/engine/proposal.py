@@ -13,7 +13,7 @@ from specpaged.drafting.checked import DraftError
 from specpaged.drafting.combined import CombinedDrafter
 from specpaged.drafting.draft import NO_DRAFT, Draft
 from specpaged.drafting.draft_model import DraftModelDrafter
-from specpaged.engine.draft_planner import num_unseen
+from specpaged.engine.candidate import num_unseen
 from specpaged.engine.draft_row import draft_row, lacks_hidden_states
 from specpaged.engine.sequence import Sequence
 from specpaged.paging.block_allocator import IntegrityError

@@ -89,6 +89,7 @@ class DeviceRounds:
         self.step = step
         self.sequences = sequences
         self.max_model_len = config.max_model_len
+        self._is_adaptive = draft is not None and config.speculative_config.is_adaptive
         self.host_steps: Counter[str] = Counter()
         self.copies = copies or copies_of(device)
         self.batch = DeviceBatch(
@@ -130,11 +131,15 @@ class DeviceRounds:
             self.land()
         given = scheduled.scheduled_spec_decode_tokens
         counts = [min(len(given.get(s.request_id, ())), s.max_draft_tokens) for s in running]
-        states = [self._state(sequence, k, any(counts)) for sequence, k in zip(running, counts, strict=True)]
+        drafts, num_drafts = [any(counts)] * len(running), self.round.num_drafts
+        if self._is_adaptive:  # of as many as vLLM has lent slots for
+            counts = list(map(min, counts, self.step.planner.plan_round(running)))
+            drafts, num_drafts = [k > 0 for k in counts], max(counts)
+        states = list(map(self._state, running, counts, drafts))
         metrics = self.step.metrics
         with metrics.stage("score"):
             flight = launch(
-                self.step, self.batch, self.round, self.copies, running, states, self.round.num_drafts,
+                self.step, self.batch, self.round, self.copies, running, states, num_drafts,
                 late=self.flight is not None,
             )  # fmt: skip
         self.land()

@@ -338,3 +338,20 @@ def test_where_calls_have_several_rounds_a_plan_lasts_as_many_of_them_from_the_f
         planner.plan([Member()])
         assert planner._standing.good_for == num_steps
         planner._standing = StandingPlan()
+
+
+def test_of_a_round_that_a_device_runs_nobody_hears_and_a_rule_is_not_asked():
+    listener, costs, told = Listener(), SimpleNamespace(), []
+    rule = StopRule(1.0, [0.0], [1.0], [0.1], 0.1, 0.0)
+    plans = [Plan([3], (), rule, [2]), Plan([3], is_trial=True, tries_rows=True), Plan([3])]
+    listener.costs, listener.plan = costs, lambda candidates, num_steps: plans.pop(0)
+    listener.observe_drafts = lambda *outcome: told.append(outcome)
+    planner = DraftPlanner(listener, hides_host=True)
+    assert [planner.plan_round([Member()]) for _ in range(3)] == [[2], [0], [3]]
+    assert planner.clock.num_steps == 3
+    assert listener.num_heard == 0
+    assert not planner.clock.is_deaf
+    assert costs.plain_rounds == costs.drafting_rounds > 16
+    planner.verified("a", 3, 3)
+    planner.verified("b", 3, 1)
+    assert told == [("a", 3, 0), ("b", 1, 1)]

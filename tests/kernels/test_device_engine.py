@@ -12,6 +12,7 @@ from specpaged import LLM, SamplingParams
 from specpaged.modeling import device_round
 from specpaged.modeling.copies import Copies, Reading
 from tests import toys
+from tests.engine.test_decisions import with_whim
 from tests.kernels import references
 from tests.kernels.test_cuda_graphs import Kept
 
@@ -226,10 +227,44 @@ def test_the_likeliest_drafts_of_a_batch_are_verified_and_outputs_are_those_of_p
     assert {num_rows for lens, num_rows in of_target if len(lens) > 2} <= {6, 8}  # of 3 or 4 sequences
     metrics = llm.metrics
     assert metrics.proposed_tokens > metrics.draft_tokens >= metrics.accepted_tokens > 0
-    assert "adaptive K" not in llm.engine.host_steps
     assert metrics.steps > sum(llm.engine.host_steps.values())
 
 
+@pytest.mark.parametrize("synchronous", [True, False])
+def test_outputs_do_not_depend_on_what_is_decided_for_each_sequence_in_each_round(tokenizer_pair, plain, synchronous):
+    """K of each by chance, none of some: their KV of the draft falls behind, and is caught up with."""
+    auto = {"model": tokenizer_pair.draft, "num_speculative_tokens": "auto", "max_num_speculative_tokens": 3}
+    llm = make(tokenizer_pair, 3, synchronous=synchronous, speculative=auto)
+    params = [GREEDY_30, SamplingParams(temperature=0.8, seed=3, max_tokens=30, ignore_eos=True), GREEDY_30]
+    expected = generate(plain, PROMPTS, params)
+    for seed in range(2):
+        whim = with_whim(llm, seed, looks_back=False)
+        launched, launch = [], llm.engine.round.launch
+        llm.engine.round.launch = lambda bucket, launch=launch, of=launched: of.append(bucket) or launch(bucket)
+        assert generate(llm, PROMPTS, params) == expected
+        llm.engine.round.launch = launch
+        assert {bucket.num_drafts for bucket in launched} == {0, 1, 2, 3}
+        assert len(whim.outcomes) > 10
+    assert set(llm.engine.host_steps) <= {"admission", "prefill", "nobody runs"}
+
+
+def test_how_much_is_drafted_is_decided_by_what_has_stood_in_rounds_before(tokenizer_pair, plain):
+    """Of a draft that is the target itself everything stands; of another one, too little."""
+    longest = {}
+    for draft in (tokenizer_pair.target, tokenizer_pair.draft):
+        auto = {"model": draft, "num_speculative_tokens": "auto", "max_num_speculative_tokens": 4, "numerics": "exact"}
+        llm = make(tokenizer_pair, 4, speculative=auto)
+        controller = llm.engine.speculative_step.planner.controller
+        assert (controller.looks_back, controller.stops) == (False, False)
+        before = controller.acceptance.mean
+        assert generate(llm, PROMPTS, GREEDY_30) == generate(plain, PROMPTS, GREEDY_30)
+        assert llm.metrics.steps > sum(llm.engine.host_steps.values())
+        assert llm.metrics.draft_tokens > 0
+        longest[draft] = controller.acceptance.mean - before
+    assert longest[tokenizer_pair.target] > 0 > longest[tokenizer_pair.draft]
+
+
+GREEDY_30 = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
 GREEDY_9 = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
 
 
@@ -329,7 +364,6 @@ def test_a_round_that_cannot_be_read_is_run_anew_by_the_host(tokenizer_pair, pla
     ("speculative", "reason"),
     [
         ({"method": "ngram", "num_speculative_tokens": 2}, "drafter"),
-        ({"num_speculative_tokens": "auto"}, "adaptive K"),
         ({"num_speculative_tokens": 2, "verification": "rejection"}, "rejection"),
         ({"num_speculative_tokens": 2, "kv_window": 64}, "blocks of the draft's own"),
     ],

@@ -12,6 +12,7 @@ import pytest
 
 from specpaged import LLM, SamplingParams
 from tests import toys
+from tests.engine.test_decisions import with_whim
 from tests.engine.test_engine_histories import BYTES_PER_TOKEN, outcome
 from tests.kernels import references
 from tests.poison import slots
@@ -68,6 +69,8 @@ def test_output_is_plain_decodings_through_preemption_chunks_forks_caching_and_a
     if k and rng.random() < 0.3:
         speculative["num_speculative_tokens_per_batch_size"] = [[1, 2, k], [3, 3, 0], [4, 64, 1]]
         del speculative["num_speculative_tokens"]
+    elif k and rng.random() < 0.4:
+        speculative |= {"num_speculative_tokens": "auto", "max_num_speculative_tokens": k}
     elif k and rng.random() < 0.5:
         speculative |= {"selection": "tetris", "tetris_extra_proposals": rng.choice([1, 2])}
     llm = LLM(
@@ -84,6 +87,8 @@ def test_output_is_plain_decodings_through_preemption_chunks_forks_caching_and_a
         kv_cache_memory_bytes=rng.choice([5, 7, 30]) * BLOCK_SIZE * BYTES_PER_TOKEN * (2 if k else 1),
     )
     engine = llm.engine
+    if k and llm.config.speculative_config.is_adaptive:
+        with_whim(llm, history, looks_back=False)
     prompts = toys.prompts(6, seed=history, shortest=1, longest=30)
     prompts[5] = {"prompt_token_ids": prompts[4]["prompt_token_ids"] + [1, 2]}  # something to find in the cache
     requests, outputs, aborted, step = {}, {}, set(), 0

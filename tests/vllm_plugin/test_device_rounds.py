@@ -13,6 +13,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput  # noqa: E402
 from specpaged.config import EMBEDDED_TARGET  # noqa: E402
 from specpaged.modeling import device_round  # noqa: E402
 from specpaged.paging.block_allocator import IntegrityError  # noqa: E402
+from tests.engine.test_decisions import Whim, planner_of  # noqa: E402
 from tests.kernels import references  # noqa: E402
 from tests.kernels.test_device_engine import LoggedCopies  # noqa: E402
 from tests.vllm_plugin.serving import check_nothing_is_held, core, model_runner, token_ids  # noqa: E402
@@ -32,8 +33,8 @@ def _references():
 def make_device(make_vllm, asynchronous, tokenizer_pair):
     """Engines on a toy pair whose steps are planned ahead, and are the device's where they can be."""
 
-    def make(k=3, model=tokenizer_pair.draft, **arguments):
-        options = dict(ON_DEVICE)
+    def make(k=3, model=tokenizer_pair.draft, adaptive=False, **arguments):
+        options = ON_DEVICE | {"adaptive": adaptive}
         if k:
             draft = {"method": "draft_model", "model": model, "num_speculative_tokens": k}
             arguments["speculative_config"] = draft
@@ -82,6 +83,21 @@ def test_outputs_are_those_of_plain_decoding(make_device, plain, k, arguments):
     assert metrics.steps > sum(rounds.host_steps.values())
     assert set(rounds.host_steps) <= {"prefill", "nobody runs"}
     assert not k or 0 < metrics.accepted_tokens < metrics.draft_tokens
+
+
+def test_outputs_do_not_depend_on_what_is_decided_for_each_sequence_in_each_round(make_device, plain, monkeypatch):
+    """Of as many drafts as vLLM has lent slots for."""
+    llm = make_device(3, adaptive=True)
+    rounds, step = model_runner(llm).rounds, model_runner(llm).speculative_step
+    launched, launch = [], rounds.round.launch
+    monkeypatch.setattr(rounds.round, "launch", lambda bucket: launched.append(bucket) or launch(bucket))
+    for seed in range(3):
+        whim = Whim(seed, looks_back=False)
+        monkeypatch.setattr(step, "planner", planner_of(whim))
+        assert generate(llm) == generate(plain)
+        check_nothing_is_held(llm)
+        assert whim.outcomes
+    assert {bucket.num_drafts for bucket in launched} == {0, 1, 2, 3}
 
 
 def test_who_stops_in_the_middle_of_a_round_has_nothing_behind_it(make_device, plain):

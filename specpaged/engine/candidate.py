@@ -1,0 +1,30 @@
+"""A sequence as a controller sees it, whose drafts are to be planned."""
+
+from __future__ import annotations
+
+from specpaged.engine.sequence import Sequence
+from specpaged.paging.page_table import DRAFT
+from specpaged.speculation.controller import Candidate
+
+
+def candidate_of(sequence: Sequence, follows_target: bool) -> Candidate:
+    """Of a drafter that runs whatever the target runs, if it `follows_target`: nobody has to catch up, or can."""
+    lag, unseen = (1, 0) if follows_target else (draft_lag(sequence), num_unseen(sequence))
+    return Candidate(sequence, sequence.max_draft_tokens, lag, unseen, sequence.num_tokens, num_left(sequence))
+
+
+def draft_lag(sequence: Sequence) -> int:
+    """Known tokens that the drafter has not run; 1 of one that keeps no KV."""
+    table = sequence.page_table
+    return table.draft_lag(sequence.num_tokens) if len(table.context_lens) > DRAFT else 1
+
+
+def num_unseen(sequence: Sequence) -> int:
+    """Tokens of output that the drafter could say by looking back whether it would have drafted them."""
+    return min(draft_lag(sequence) - 1, len(sequence.output_token_ids))
+
+
+def num_left(sequence: Sequence) -> int | None:
+    """Tokens that may still come; None where nothing but a stop says."""
+    most = sequence.params.max_tokens
+    return None if most is None else most - len(sequence.output_token_ids)
