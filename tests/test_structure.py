@@ -205,6 +205,12 @@ def test_the_control_plane_imports_no_torch():
     assert (planted.returncode, planted.stderr) == (1, "torch\n")
 
 
+def test_attention_on_a_cpu_imports_no_triton():
+    """There may be none; and defining its kernels takes seconds."""
+    code = "import sys, specpaged.modeling.attention.new_pass; sys.exit('specpaged_kernels.store_kv' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
 def test_files_are_of_a_size_to_be_read():
     lines = {module_of(path): len(path.read_text().splitlines()) for path in files_of("specpaged", MIN_FILES)}
     assert {name: count for name, count in lines.items() if count > MAX_LINES} == {}

@@ -120,7 +120,7 @@ def summary_of(played: Sequence[dict[str, Run]]) -> dict[str, Any]:
         "rounds": len(played),
         "plain_tokens_per_second": round(median(runs[PLAIN].tokens_per_second for runs in played), 1),
         "over_plain": {name: round(value, 3) for name, value in over_plain.items()},
-        "error": {name: round(_error(values), 4) for name, values in ratios.items()},
+        "error": {name: _error(values) for name, values in ratios.items()},
         "spread": {name: [round(values[0], 3), round(values[-1], 3)] for name, values in ratios.items()},
         "best": best,
         "over_best": round(median(over_best), 3),
@@ -132,9 +132,9 @@ def summary_of(played: Sequence[dict[str, Run]]) -> dict[str, Any]:
     }
 
 
-def _error(values: Sequence[float]) -> float:
+def _error(values: Sequence[float]) -> float | None:
     """The standard deviation of their median, as far as they show it: were they normal, 1.25 times their mean's."""
-    return 1.25 * stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    return round(1.25 * stdev(values) / math.sqrt(len(values)), 4) if len(values) > 1 else None
 
 
 def _tetris_metrics(metrics: Sequence[EngineMetrics]) -> dict[str, float] | None:

@@ -28,7 +28,8 @@ def print_table(results: dict[str, Any]) -> None:
         accepted = "" if cell["acceptance"] is None else f"{cell['acceptance']:.0%}"
         p99 = [f"{cell['p99'][name]:.2f}" for name in ("adaptive", cell["best"])]
         verified, deciding = f"{cell['verified_per_token']:.2f}", f"{cell['deciding']:.1%}"
-        error = f"{cell['error']['adaptive']:.3f}" if "error" in cell else ""
+        error = cell.get("error", {}).get("adaptive")
+        error = "" if error is None else f"{error:.3f}"
         last = (error, f"{cell['over_best']:.2f}", *p99, verified, accepted, deciding)
         table.add_row(pair, batch_size, *ratios, *last)
     console = Console(width=170)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from specpaged_kernels.jit import TYPES, Variant, kernel
+from specpaged_kernels.kv_storage import as_stored
 from specpaged_kernels.limits import DTYPES, HEAD_DIMS, fits
 
 BLOCK_H = 8  # heads of a program
@@ -75,13 +75,3 @@ def store_kv_ref(keys: Tensor, values: Tensor, kv_pool: Tensor, slot_mapping: Te
     for row, slot in enumerate(slot_mapping[: int(num_stored)].tolist()):
         kv_pool[slot, 0] = as_stored(keys[row], kv_pool.dtype)
         kv_pool[slot, 1] = as_stored(values[row], kv_pool.dtype)
-
-
-def as_stored(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Keys or values as a pool of this dtype has them: to nearest, ties to even. What is larger than the largest that
-    8 bits have becomes that: a drafter whose keys are large is to be coarse, not blind.
-    """
-    if dtype == torch.float8_e4m3fn:
-        most = torch.finfo(dtype).max
-        x = x.clamp(-most, most)
-    return x.to(dtype)

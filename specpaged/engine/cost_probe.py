@@ -83,13 +83,12 @@ def get_planner(
     if rest_seconds is not None:
         costs.expect_rest(*rest_seconds)
     by_evidence, follows = speculative.verification != "rejection", drafter.hidden_states is not None
-    of_drafter = (False, False) if config.device_round else (drafter.looks_back, drafter.stops)  # nobody sees drafts
     controller = None
     if len(speculative.methods) == 1 or draft is not None:
-        controller = AdaptiveController(costs, by_evidence, *of_drafter)
+        controller = AdaptiveController(costs, by_evidence, drafter.looks_back, drafter.stops)
     if len(speculative.methods) > 1:
         controller = CombinedController(costs, len(speculative.lookups), controller, follows)
-    return DraftPlanner(controller, follows, gives_up=may_probe, hides_host=config.device_round)
+    return DraftPlanner(controller, follows, gives_up=may_probe)
 
 
 def measured_costs(target: ModelRunner, draft: ModelRunner | None, most_rows: int) -> CostModel:

@@ -60,6 +60,8 @@ class DeviceEngine(Engine):
             num_selected = speculative.num_speculative_tokens
         vocab_size, num_drafts = self.vocabulary.size, self.max_draft_tokens
         self.round = DeviceRound(state, target, self.draft, vocab_size, num_drafts, record, num_selected)
+        if self.speculative_step.planner is not None:
+            self.speculative_step.planner.leave_to_device(waits=config.synchronous)
 
     @override
     @torch.inference_mode()

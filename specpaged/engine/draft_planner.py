@@ -29,8 +29,9 @@ _PLANNING = 1.6e-4, 0.0028, 1, 48
 # Of rounds that draft, those with a proposal of their own, as long as nothing is known of that; and what the newest
 # round says of it.
 _OWN_PROPOSALS, _NEWEST = 0.25, 0.03
-_HIDDEN = 64  # rounds, over which what a host takes is spread where none of them waits for it
-_SELDOM = 64  # steps at most, that a plan is followed for because to plan takes long
+_ALIKE = 256  # tokens: of so many more or fewer, what passes take is about the same
+# Steps at most, that a plan is followed for because to plan takes long; and as many again, if the one before was not.
+_SELDOM = 64
 
 
 class DraftPlanner:
@@ -41,11 +42,8 @@ class DraftPlanner:
     the longer the steps, the more often. What came of drafts is told when next a plan is made, all of it at once.
     """
 
-    def __init__(
-        self, controller: Controller, follows_target: bool = False, gives_up: bool = True, hides_host: bool = False
-    ):
+    def __init__(self, controller: Controller, follows_target: bool = False, gives_up: bool = True):
         self.controller = controller
-        self.hides_host = hides_host  # what a host does takes no time of a round's: the device has another one to run
         self.follows_target = follows_target  # the drafter does: nobody has to catch up, or can
         self.followers = Followers() if follows_target and gives_up else None  # ranks have to give up the same ones
         self.clock = StepClock(controller, follows_target)
@@ -105,16 +103,25 @@ class DraftPlanner:
             return self._standing.again
         return self.clock.leave_out(self._planning, self._plan_anew, sequences, num_rounds, arrival)
 
+    def leave_to_device(self, waits: bool) -> None:
+        """Rounds are a device's from now on, wherever they can be, and the host waits for each of them, or is late."""
+        leave = getattr(self.controller, "leave_to_device", None)
+        if leave is not None:
+            ask(leave, waits)
+
     def plan_round(self, sequences: SequenceOf[Sequence]) -> list[int]:
         """How much to draft for each in a round that a device runs by itself: nobody hears what it takes, or looks at a
         draft before it is verified.
         """
+        self._proposals.clear()  # what the host has drafted before is dropped
         is_deaf, self.clock.is_deaf = self.clock.is_deaf, True
         try:
             plan = self.plan(sequences)
             self.begin()
         finally:
             self.clock.is_deaf = is_deaf
+        if plan.tries_rows:  # as a host's step has planned it
+            return [0] * len(sequences)
         return list(plan.num_draft_tokens if plan.stop_rule is None else plan.without_rule)
 
     def verified(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
@@ -129,7 +136,8 @@ class DraftPlanner:
         lag, left = (1, None) if self.follows_target else (draft_lag(sequence), num_left(sequence))
         if lag <= 1 or left is None:  # who has not to catch up has nothing to repay
             left = math.inf
-        return Arrival(lag, left, (sequence.max_draft_tokens, _may_be_in_one_call(sequence)))
+        kind = sequence.max_draft_tokens, sequence.num_tokens // _ALIKE, _may_be_in_one_call(sequence)
+        return Arrival(lag, left, kind)
 
     def _plan_anew(self, sequences: SequenceOf[Sequence], num_rounds: int, arrival: Arrival | None) -> Plan:
         self.outcomes.tell()
@@ -141,9 +149,11 @@ class DraftPlanner:
             # Heads have to run what the target runs, and would not; and beside another lane nobody listens.
             plan = Plan([0] * len(sequences))
         if self.followers is not None and not plan.lookups:  # whose finds those would lose, too
-            self.followers.planned(sequences, plan.num_draft_tokens, age)
+            self.followers.planned(sequences, plan.num_draft_tokens, age - self._standing.since)
         good_for = plan.num_steps
-        if not plan.is_trial and self.clock.num_steps > OFTEN:
+        if plan.is_provisional:
+            self._looked_next = 0
+        elif not plan.is_trial and self.clock.num_steps > OFTEN:
             rounds = self._rounds_expected[any(plan.num_draft_tokens)]
             seldom = min(_SELDOM, rounds * self.clock.every(self._planning))
             too_early = max(0, self._standing.num_left)  # steps: somebody has come
@@ -203,12 +213,8 @@ class DraftPlanner:
         drafting = self._most_rounds(num_seqs, True) if may_draft else 1
         self._rounds_expected = plain, drafting
         if self.costs is not None:
-            own = self._own_proposals if may_draft and self.drafts_in_rounds else 1.0
-            if self.hides_host:
-                plain = drafting = _HIDDEN
-                own = 1.0 / _HIDDEN
             self.costs.plain_rounds, self.costs.drafting_rounds = plain, drafting
-            self.costs.proposals_per_round = own
+            self.costs.proposals_per_round = self._own_proposals if may_draft and self.drafts_in_rounds else 1.0
 
     def select(self, sequences: SequenceOf[Sequence], drafts: SequenceOf[Draft]) -> list[Draft]:
         """As much of each sequence's draft as is to be verified. The whole of it waits for its outcome."""
@@ -244,7 +250,7 @@ class DraftPlanner:
 
     def committed(self, sequence: Sequence, token_ids: SequenceOf[int]) -> None:
         """These tokens stand behind what was proposed: the outcome of as many drafts, verified or not."""
-        if (draft := self._proposals.pop(sequence, None)) is not None:
+        if (draft := self._proposals.pop(sequence, NO_DRAFT)) is not NO_DRAFT:
             self.told(sequence, draft, token_ids)
 
     @property

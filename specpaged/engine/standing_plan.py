@@ -43,6 +43,7 @@ class StandingPlan:
     again: Plan = field(init=False)  # in the steps behind its first one, which alone looks back
     lasts: int = field(init=False)  # steps, for each of those whom it is left to
     num_heirs: int = 0
+    since: int = 0  # its age when it was left to the last of them
     left: Plan | None = None
 
     def __post_init__(self) -> None:
@@ -77,7 +78,7 @@ class StandingPlan:
         if self.left is None or not arrival.would_draft_like(self.arrival, any(self.left.num_draft_tokens)):
             return False
         self.plan = self.again = self.left
-        self.sequences, self.left = [sequence], None
+        self.sequences, self.left, self.since = [sequence], None, self.age
         self.num_heirs += 1
         self.good_for = self.age + self.lasts
         return True
@@ -92,6 +93,8 @@ class StandingPlan:
         num_new = len(sequences) - sum(sequence in counts for sequence in sequences)
         if 2 * num_new > len(sequences) or (num_new and drafts):
             return False
+        if num_new:
+            self.arrival = None  # it is nobody's alone any more
         if not (drafts or plan.is_trial):  # as ever where drafting does not pay; and made in a fifth of the time
             self.sequences, self.plan = list(sequences), Plan([0] * len(sequences), num_steps=plan.num_steps)
             self.again = self.plan

@@ -97,6 +97,12 @@ class PlanRequest:
                     f"--draft-model={draft_model!r} has {draft.vocab_size} embedding rows for the target's "
                     f"{target.vocab_size}; allowed: as many or more"
                 )
+        for flag, one in (("--kv-cache-dtype", target), ("--draft-kv-cache-dtype", draft)):
+            if one is not None and device.startswith("cuda") and one.kv_dtype != one.dtype:
+                raise ValueError(
+                    f"{flag}={one.kv_dtype!r} beside {one.dtype} is not read by the kernels of device={device!r}; "
+                    "allowed: 'auto'"
+                )
         roof = None
         if gigabytes_per_second is not None or gigaflops is not None:
             assumed = RoofLine.assumed(device)

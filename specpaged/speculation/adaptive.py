@@ -13,6 +13,7 @@ from specpaged.speculation.controller import Candidate, MeasuringController, Pla
 from specpaged.speculation.cost_model import CostModel
 from specpaged.speculation.decisions import Decision, Decisions
 from specpaged.speculation.looks import Looks
+from specpaged.speculation.plan_length import PlanLength
 from specpaged.speculation.prospects import LOOKING, Prospects
 from specpaged.speculation.selecting import Selecting
 from specpaged.speculation.selection import Selection, select
@@ -21,9 +22,6 @@ from specpaged.speculation.stop_rule import StopRule
 from specpaged.speculation.trials import TRIAL_STEPS, Trials
 
 _MOST_SAVED = 4.0  # plain steps, that may be spent on looking at once
-# Steps that a plan is good for; with drafts, half as many more as it is for sequences. Twice as many, up to the most,
-# where the last one was the same.
-_PLANNED, _MOST_PLANNED = 6, 32
 _ADVANCE = 0.25  # of its share of a plain step, for a new request, of which nothing is known yet
 _ALIKE = 256  # tokens of context, of sequences for which the same is decided
 _NEAR = 4  # tokens: catching up with so few is part of any proposal
@@ -37,6 +35,9 @@ _REPAID_WITHIN = 128  # tokens at most
 # Of the tokens that may still come, those that will, as long as nothing is known, and requests that say so; and how
 # many say what it is from then on.
 _WILL_COME, _SAY_SO = 0.5, (4, 64)
+# Outcomes of a request, behind which it is known what to expect of it; and steps, until it is decided anew where that
+# differs from request to request, and one drafts of which it is not known yet.
+_KNOWN, _SOON = 5.0, 4
 _TOLD_APART = 0.6  # in logits: of less spread, evidence says too little to stop a proposal by
 _BEYOND = 0.8  # of what a row costs to a rule: what those beyond the planned ones do, where that is more
 
@@ -56,6 +57,7 @@ class AdaptiveController(MeasuringController):
         self.looks_back = looks_back
         self.stops = stops
         self.by_evidence = by_evidence
+        self.is_timed = True  # what passes take, and so may be tried
         self.acceptance = AcceptanceModel()
         self.prospects = Prospects(costs, self.acceptance, lambda chances: any(self._depths(chances).counts))
         self.decisions = Decisions()
@@ -63,10 +65,16 @@ class AdaptiveController(MeasuringController):
         self._times = TimesOfSteps(costs)
         self._requests: dict[Hashable, RequestAcceptance] = {}
         self._is_drafting = self._was_trial = False
-        self._counts: list[int] = []  # of the last plan
-        self._planned = _PLANNED  # steps that it was good for
+        self.length = PlanLength()
         self._will_come, self._num_said = _WILL_COME, _SAY_SO[0]
         self._unseen: dict[Hashable, int] = {}  # drafts to verify of each sequence, where they come for nothing
+
+    def leave_to_device(self, waits: bool) -> None:
+        """A device runs rounds by itself: nobody looks back, sees a draft before it is verified, or times a trial; nor
+        is the host waited for, unless he `waits` for each of them.
+        """
+        self.looks_back = self.stops = self.selects_by_rule = self.is_timed = False
+        self.costs.hides_host = not waits
 
     @override
     def plan(self, candidates: Sequence[Candidate], num_steps: int = 1) -> Plan:
@@ -85,13 +93,13 @@ class AdaptiveController(MeasuringController):
         self.looks.earn(looking * num_steps * plain_seconds, _MOST_SAVED * plain_seconds)
         if not looking:
             self._is_drafting = False
-            return Plan(nothing, num_steps=self._num_steps(nothing))
+            return Plan(nothing, num_steps=self.length.of(nothing))
         if self.costs.draft is None:  # drafts come for nothing
             if not self.by_evidence:
                 counts = self._depths(self._chances(candidates, self._logits(candidates))).counts
                 self._unseen = {c.sequence: count for c, count in zip(candidates, counts, strict=True)}
             most = [candidate.most for candidate in candidates]
-            return Plan(most, (), self._lookup_rule(candidates), most, self._num_steps(most))
+            return Plan(most, (), self._lookup_rule(candidates), most, self.length.of(most))
         num_known = len(self._requests)
         logits = self._logits(candidates)
         num_new = len(self._requests) - num_known
@@ -100,9 +108,9 @@ class AdaptiveController(MeasuringController):
             self.looks.earn(advance, _MOST_SAVED * plain_seconds)
         counts, rate, deepest, stop_rule = self._decided(candidates, logits)
         was_drafting, self._is_drafting = self._is_drafting, any(counts)
-        if was_drafting and self._is_drafting:
-            tried = self.trials.next(counts, self._speed(len(candidates), rate), num_steps)
-        elif not self._is_drafting and self.by_evidence:
+        if was_drafting and self._is_drafting and self.is_timed:
+            tried = self.trials.next(counts, rate * plain_seconds / len(candidates), num_steps)
+        elif not self._is_drafting and self.by_evidence and self.is_timed:
             tried = self._rows_to_try(candidates, logits, num_steps * plain_seconds)
         else:
             tried = None
@@ -112,7 +120,10 @@ class AdaptiveController(MeasuringController):
         self.selecting.is_ruled = stop_rule is not None and len(candidates) == 1
         num_seen = [self._requests[c.sequence].num_seen for c in candidates]
         looks = self.looks.choose(candidates, deepest, num_seen) if self.looks_back else ()
-        return Plan(deepest, looks, stop_rule, counts, self._num_steps(deepest))
+        tries = any([count and seen < _KNOWN for count, seen in zip(deepest, num_seen, strict=True)])
+        tries = tries and self.acceptance.requests_differ
+        num_steps = _SOON if tries else self.length.of(deepest)
+        return Plan(deepest, looks, stop_rule, counts, num_steps, is_provisional=tries)
 
     @override
     def selects(self) -> bool:
@@ -157,14 +168,6 @@ class AdaptiveController(MeasuringController):
     def num_requests(self) -> int:
         """The sequences that are remembered."""
         return len(self._requests)
-
-    def _num_steps(self, counts: list[int]) -> int:
-        """For how long these counts are good: the longer, the longer they have been the same."""
-        same = counts == self._counts or not (any(counts) or any(self._counts))
-        first = _PLANNED + len(counts) // 2 if any(counts) else _PLANNED
-        self._planned = min(_MOST_PLANNED, 2 * self._planned if same else first)
-        self._counts = counts
-        return self._planned
 
     def request(self, sequence: Hashable) -> RequestAcceptance:
         """What drafts of the sequence have shown."""
@@ -237,10 +240,6 @@ class AdaptiveController(MeasuringController):
 
         counts = self.trials.next_rows(num_seqs, seconds, hopeful, price)
         return None if counts is None else [min(count, c.most) for count, c in zip(counts, candidates, strict=True)]
-
-    def _speed(self, num_seqs: int, tokens_per_second: float) -> float:
-        """That rate over plain decoding's of so many sequences, as it is believed to be."""
-        return tokens_per_second * self._times.of(num_seqs, 0).plain / num_seqs
 
     def _repaid(self, candidates: Sequence[Candidate], selection: Selection) -> list[bool]:
         """Of each, whether its tokens that are to come gain more by drafting than it takes to catch up before."""

@@ -68,6 +68,7 @@ class CostModel:
         self.plain_rounds = self.drafting_rounds = 1
         self.overlaps = False  # drafts are made while others are verified: a step takes as long as the longer of both
         self.proposals_per_round = 1.0
+        self.hides_host = False  # while a device runs a round, its host does what there is to do beside another one
         self.errors = PassErrors(target)
         self._of_target, self._of_proposals = Surprises(), Surprises()
         self._of_drafting = Surprises()
@@ -107,6 +108,8 @@ class CostModel:
 
     def proposal_of_round(self, batch_size: int) -> float:
         """What falls to each round of so many sequences, whoever of them drafts."""
+        if self.hides_host:
+            return 0.0
         more_rest = max(0.0, self.drafting_rest(batch_size) - 1.0) * self.rest(batch_size)
         return self.proposals_per_round * self.seconds_per_proposal + more_rest / self.drafting_rounds
 

@@ -39,14 +39,15 @@ class StepTimes:
         per_row = context * target.per_row_and_kv_token
         of_sequences = target.of_sequences(batch_size, context)
         plain = rows[batch_size] + batch_size * per_row + of_sequences - costs.saved(batch_size)
-        plain += costs.rest(batch_size, costs.plain_rounds) / costs.plain_rounds
-        of_sequences += costs.rest(batch_size, costs.drafting_rounds) / costs.drafting_rounds
+        if not costs.hides_host:
+            plain += costs.rest(batch_size, costs.plain_rounds) / costs.plain_rounds
+            of_sequences += costs.rest(batch_size, costs.drafting_rounds) / costs.drafting_rounds
         verify = [rows[n] + n * per_row + of_sequences for n in range(batch_size, batch_size + most_drafts + 1)]
         doubt = costs.errors.doubt(batch_size, _SEVERAL * batch_size)
         if costs.draft is None:
             return cls(context, plain, verify, [], [], doubt)
         first, later = costs.drafting.tables(batch_size, context)
-        besides = costs.proposals_per_round * costs.seconds_per_drafting
+        besides = 0.0 if costs.hides_host else costs.proposals_per_round * costs.seconds_per_drafting
         first = [seconds + n * besides for n, seconds in enumerate(first)]
         return cls(context, plain, verify, first, later, doubt)
 

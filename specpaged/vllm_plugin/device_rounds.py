@@ -90,6 +90,8 @@ class DeviceRounds:
         self.sequences = sequences
         self.max_model_len = config.max_model_len
         self._is_adaptive = draft is not None and config.speculative_config.is_adaptive
+        if step.planner is not None:
+            step.planner.leave_to_device(waits=False)
         self.host_steps: Counter[str] = Counter()
         self.copies = copies or copies_of(device)
         self.batch = DeviceBatch(

@@ -67,6 +67,10 @@ def test_a_gpus_plan_keeps_kv_in_the_arithmetics_dtype(toy_pair, no_costs):
     ways = json.loads(result.output.splitlines()[-1])["ways"]
     assert {way["kv_cache_dtype"] for way in ways} == {"float32"}
     assert {way["draft_kv_cache_dtype"] for way in ways} == {None, "float32"}
+    refused = plan(toy_pair, "--memory", "8GiB", "--device", "cuda", "--draft-kv-cache-dtype", "fp8_e4m3")
+    assert refused.exit_code == 2
+    words = " ".join(refused.stderr.split())
+    assert "--draft-kv-cache-dtype='fp8_e4m3' beside float32 is not read by the kernels of device='cuda'" in words
 
 
 def test_what_does_not_fit_says_what_one_sequence_takes(toy_pair, no_costs):

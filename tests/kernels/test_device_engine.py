@@ -255,7 +255,8 @@ def test_how_much_is_drafted_is_decided_by_what_has_stood_in_rounds_before(token
         auto = {"model": draft, "num_speculative_tokens": "auto", "max_num_speculative_tokens": 4, "numerics": "exact"}
         llm = make(tokenizer_pair, 4, speculative=auto)
         controller = llm.engine.speculative_step.planner.controller
-        assert (controller.looks_back, controller.stops) == (False, False)
+        assert (controller.looks_back, controller.stops, controller.is_timed) == (False, False, False)
+        assert controller.costs.hides_host
         before = controller.acceptance.mean
         assert generate(llm, PROMPTS, GREEDY_30) == generate(plain, PROMPTS, GREEDY_30)
         assert llm.metrics.steps > sum(llm.engine.host_steps.values())
@@ -364,6 +365,7 @@ def test_a_round_that_cannot_be_read_is_run_anew_by_the_host(tokenizer_pair, pla
     ("speculative", "reason"),
     [
         ({"method": "ngram", "num_speculative_tokens": 2}, "drafter"),
+        ({"num_speculative_tokens": "auto", "kv_window": 64}, "blocks of the draft's own"),
         ({"num_speculative_tokens": 2, "verification": "rejection"}, "rejection"),
         ({"num_speculative_tokens": 2, "kv_window": 64}, "blocks of the draft's own"),
     ],
@@ -373,6 +375,10 @@ def test_what_the_device_does_not_cover_is_the_hosts(tokenizer_pair, plain, spec
     llm = make(tokenizer_pair, 2, speculative=speculative | model)
     assert generate(llm, PROMPTS[:2], GREEDY) == generate(plain, PROMPTS[:2], GREEDY)
     assert set(llm.engine.host_steps) == {reason}
+    if speculative["num_speculative_tokens"] == "auto":  # who decides does not think that a device runs them
+        controller = llm.engine.speculative_step.planner.controller
+        assert controller.looks_back
+        assert not controller.costs.hides_host
 
 
 @pytest.mark.parametrize("method", ["eagle3", "clover"])

@@ -343,3 +343,15 @@ def test_costs_of_heads_are_kept():
     again = CostModel.of_dict(json.loads(json.dumps(costs.as_dict())))
     assert again.as_dict() == costs.as_dict()
     assert "to follow the target" in str(again)
+
+
+def test_while_a_device_runs_a_round_its_host_takes_no_time_of_it():
+    model = CostModel(PassSeconds([1, 8], [1.0, 2.0]), PassSeconds([1, 8], [0.1, 0.2]), 0.5, 0.3)
+    model.seconds_per_drafting = 0.01
+    of_host = StepTimes.of(model, 4, 4, 100.0)
+    model.hides_host = True
+    hidden = StepTimes.of(model, 4, 4, 100.0)
+    assert hidden.plain == pytest.approx(of_host.plain - model.rest(4))
+    assert hidden.verify[4] == pytest.approx(of_host.verify[4] - model.rest(4))
+    assert hidden.first[4] == pytest.approx(of_host.first[4] - 4 * model.seconds_per_drafting)
+    assert model.proposal_of_round(4) == 0.0

@@ -14,7 +14,7 @@ from specpaged.modeling.attention.base import PagedPass
 from specpaged.modeling.attention.folded import attend_chunked, attend_sdpa
 from specpaged.modeling.numerics import AttentionScheme
 from specpaged.modeling.ragged_batch import RaggedBatch
-from specpaged_kernels.store_kv import as_stored
+from specpaged_kernels.kv_storage import as_stored
 
 
 def store(pool: Tensor, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:

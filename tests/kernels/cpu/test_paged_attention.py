@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from specpaged_kernels.cpu.build import CACHE, load
 from specpaged_kernels.cpu.library import POINTER, SIZE, SOURCE
+from specpaged_kernels.kv_storage import as_stored
 from specpaged_kernels.paged_attention import paged_attention_ref
-from specpaged_kernels.store_kv import as_stored, store_kv_ref
+from specpaged_kernels.store_kv import store_kv_ref
 from tests.kernels.cpu.lanes import load_with_other_lanes
 from tests.kernels.cpu.world import World
 
