@@ -151,9 +151,7 @@ class DraftPlanner:
         if self.followers is not None and not plan.lookups:  # whose finds those would lose, too
             self.followers.planned(sequences, plan.num_draft_tokens, age - self._standing.since)
         good_for = plan.num_steps
-        if plan.is_provisional:
-            self._looked_next = 0
-        elif not plan.is_trial and self.clock.num_steps > OFTEN:
+        if not plan.is_trial and self.clock.num_steps > OFTEN:
             rounds = self._rounds_expected[any(plan.num_draft_tokens)]
             seldom = min(_SELDOM, rounds * self.clock.every(self._planning))
             too_early = max(0, self._standing.num_left)  # steps: somebody has come

@@ -275,20 +275,6 @@ def test_without_evidence_counts_depend_on_what_was_verified_before_alone():
         assert controller.select([c.sequence for c in candidates], evidence) == [3, 2]
 
 
-@pytest.mark.parametrize(("apart", "num_seen", "soon"), [(2.0, 0, True), (2.0, 8, False), (0.5, 0, False)])
-def test_where_requests_differ_one_that_drafts_and_is_not_known_yet_is_decided_for_anew_soon(apart, num_seen, soon):
-    controller = knowing(AdaptiveController(costs(0.05)))
-    controller.acceptance.share, controller.acceptance.lead_variance = 1.0, apart**2
-    for i in range(4):
-        controller.observe_drafts(i, 8, 0)
-    controller.observe_drafts("new", num_seen, 0)
-    for _ in range(3):  # the third one would last longest
-        plan = controller.plan([Candidate(i, 8) for i in (0, 1, 2, "new")])
-    assert all(plan.num_draft_tokens)
-    assert plan.is_provisional == soon
-    assert (plan.num_steps <= 4) == soon
-
-
 @pytest.mark.parametrize(
     ("num_seqs", "stops", "is_selected_from"), [(1, True, False), (2, True, True), (1, False, True)]
 )
