@@ -17,6 +17,7 @@ from specpaged.engine.standing_plan import Arrival, StandingPlan
 from specpaged.engine.step_clock import OFTEN, StepClock, ask
 from specpaged.speculation.controller import Controller, Plan
 from specpaged.speculation.cost_model import CostModel
+from specpaged.speculation.decisions import ALIKE
 from specpaged.speculation.lookup_choice import LookupChoice
 from specpaged.speculation.stop_rule import StopRule
 
@@ -29,7 +30,6 @@ _PLANNING = 1.6e-4, 0.0028, 1, 48
 # Of rounds that draft, those with a proposal of their own, as long as nothing is known of that; and what the newest
 # round says of it.
 _OWN_PROPOSALS, _NEWEST = 0.25, 0.03
-_ALIKE = 256  # tokens: of so many more or fewer, what passes take is about the same
 # Steps at most, that a plan is followed for because to plan takes long; and as many again, if the one before was not.
 _SELDOM = 64
 
@@ -136,7 +136,7 @@ class DraftPlanner:
         lag, left = (1, None) if self.follows_target else (draft_lag(sequence), num_left(sequence))
         if lag <= 1 or left is None:  # who has not to catch up has nothing to repay
             left = math.inf
-        kind = sequence.max_draft_tokens, sequence.num_tokens // _ALIKE, _may_be_in_one_call(sequence)
+        kind = sequence.max_draft_tokens, sequence.num_tokens // ALIKE, _may_be_in_one_call(sequence)
         return Arrival(lag, left, kind)
 
     def _plan_anew(self, sequences: SequenceOf[Sequence], num_rounds: int, arrival: Arrival | None) -> Plan:

@@ -11,7 +11,7 @@ from typing_extensions import override
 from specpaged.speculation.acceptance import AcceptanceModel, RequestAcceptance
 from specpaged.speculation.controller import Candidate, MeasuringController, Plan
 from specpaged.speculation.cost_model import CostModel
-from specpaged.speculation.decisions import Decision, Decisions
+from specpaged.speculation.decisions import ALIKE, Decision, Decisions
 from specpaged.speculation.looks import Looks
 from specpaged.speculation.plan_length import PlanLength
 from specpaged.speculation.prospects import LOOKING, Prospects
@@ -23,7 +23,6 @@ from specpaged.speculation.trials import TRIAL_STEPS, Trials
 
 _MOST_SAVED = 4.0  # plain steps, that may be spent on looking at once
 _ADVANCE = 0.25  # of its share of a plain step, for a new request, of which nothing is known yet
-_ALIKE = 256  # tokens of context, of sequences for which the same is decided
 _NEAR = 4  # tokens: catching up with so few is part of any proposal
 # Drafts must promise so much more tokens per second than plain decoding to begin, and less to go on, the less the
 # fewer have had an outcome: noise is not to switch them on and off, and who has stopped has to catch up first. As long
@@ -175,7 +174,7 @@ class AdaptiveController(MeasuringController):
         if len(candidates) > 1:
             return self._decide(candidates, logits)
         (candidate,), costs = candidates, self.costs
-        length, rounds = candidate.context_len // _ALIKE, (costs.plain_rounds, costs.drafting_rounds)
+        length, rounds = candidate.context_len // ALIKE, (costs.plain_rounds, costs.drafting_rounds)
         key = self._is_drafting, logits[0], candidate.most, length, costs.overlaps, rounds
         decision = self.decisions.of(key, lambda: self._decide([replace(candidate, lag=1)], logits))
         is_repaid = self._repaid(candidates, Selection(decision.counts, decision.tokens_per_second))

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from specpaged.speculation.stop_rule import StopRule
 
+ALIKE = 256  # tokens of context, of sequences for which the same is decided
 _MEMORY = 8  # plans
 
 
