@@ -56,7 +56,6 @@ class DraftPlanner:
         self._looked_next = 0  # the step whose drafts will be waited for, at the latest
         self.call_length = CallLength(1)  # of plain steps
         self.drafts_in_rounds = False  # whether drafts may be made in such a call, so that others are one, too
-        self._rounds_expected = 1, 1  # in a call, plain and drafting
         self._own_proposals = _OWN_PROPOSALS  # of rounds that draft, those whose drafts were not
         self._selects = True  # whether drafts were selected from when that was asked last
 
@@ -142,7 +141,7 @@ class DraftPlanner:
     def _plan_anew(self, sequences: SequenceOf[Sequence], num_rounds: int, arrival: Arrival | None) -> Plan:
         self.outcomes.tell()
         candidates = [candidate_of(sequence, self.follows_target) for sequence in sequences]
-        self._expect_rounds(sequences)
+        plain_rounds, drafting_rounds = self._expect_rounds(sequences)
         age = self._standing.age
         plan = ask(self.controller.plan, candidates, age, otherwise=Plan([0] * len(sequences)))
         if plan.tries_rows and (self.follows_target or self.clock.is_deaf):
@@ -152,7 +151,7 @@ class DraftPlanner:
             self.followers.planned(sequences, plan.num_draft_tokens, age - self._standing.since)
         good_for = plan.num_steps
         if not plan.is_trial and self.clock.num_steps > OFTEN:
-            rounds = self._rounds_expected[any(plan.num_draft_tokens)]
+            rounds = drafting_rounds if any(plan.num_draft_tokens) else plain_rounds
             seldom = min(_SELDOM, rounds * self.clock.every(self._planning))
             too_early = max(0, self._standing.num_left)  # steps: somebody has come
             good_for = max(good_for, seldom + min(seldom, too_early))
@@ -200,19 +199,19 @@ class DraftPlanner:
     def _most_rounds(self, num_seqs: int, drafts: bool) -> int:
         return 1 if drafts and not self.drafts_in_rounds else self.call_length.num_rounds(num_seqs)
 
-    def _expect_rounds(self, sequences: SequenceOf[Sequence]) -> None:
-        """Find out how many rounds a call will have, plain or drafting, and tell the costs over which its own time is
-        spread.
+    def _expect_rounds(self, sequences: SequenceOf[Sequence]) -> tuple[int, int]:
+        """How many rounds a call will have, plain and drafting; the costs are told, as its own time is spread over
+        them.
         """
         num_seqs, in_one_call = len(sequences), all(map(_may_be_in_one_call, sequences))
         asks = self._selects and not getattr(self.controller, "selects_by_rule", False)
         may_draft = in_one_call and not asks
         plain = self._most_rounds(num_seqs, False) if in_one_call else 1
         drafting = self._most_rounds(num_seqs, True) if may_draft else 1
-        self._rounds_expected = plain, drafting
         if self.costs is not None:
             self.costs.plain_rounds, self.costs.drafting_rounds = plain, drafting
             self.costs.proposals_per_round = self._own_proposals if may_draft and self.drafts_in_rounds else 1.0
+        return plain, drafting
 
     def select(self, sequences: SequenceOf[Sequence], drafts: SequenceOf[Draft]) -> list[Draft]:
         """As much of each sequence's draft as is to be verified. The whole of it waits for its outcome."""
