@@ -53,11 +53,11 @@ _GREEDY = SamplingRequest(SamplingParams(temperature=0), 0, (), ())
 _STEP_SECONDS, _SEQUENCE_SECONDS = 7e-5, 2.3e-5
 _PROPOSAL_SECONDS, _DRAFTING_SECONDS = 7e-5, 4e-5
 _OF_SEQUENCES = {"seconds_per_drafting": _DRAFTING_SECONDS, "seconds_per_sequence": _SEQUENCE_SECONDS}
-# Rows, at most, of passes that are bound by reading weights: to them it matters what is in the caches. Those learn only
-# slowly that weights are read again and again: so many passes, or such a time, go before the ones that are timed.
-_FITS, _WARMING, _WARMING_SECONDS = 32, 8, 4e-3
+# Caches learn only slowly that weights are read again and again: so many passes, or such a time, go before the one that
+# is timed beside no drafter's.
+_WARMING, _WARMING_SECONDS = 8, 4e-3
 _BYTES_PER_SECOND = 1e10  # of weights, where nothing can be measured
-_VERSION = 27  # of what is kept
+_VERSION = 28  # of what is kept
 
 
 def get_planner(
@@ -201,15 +201,14 @@ class _ProbedDrafter:
 
 
 def _verified(target: ModelRunner, drafter: _ProbedDrafter | None, saved: list, rows: list[RaggedRow]) -> float:
-    """A pass behind some of its own kind and a drafter's."""
-    num_rows = sum(len(row.token_ids) for row in rows)
-    undisturbed = _warm(partial(_forward, target, rows)) if num_rows <= _FITS else math.inf
+    """A pass behind others of the target and a drafter's."""
+    is_smallest = sum(len(row.token_ids) for row in rows) == 1
+    undisturbed = _warm(partial(_forward, target, rows)) if is_smallest else math.nan
     if drafter is None:
-        return min(undisturbed, _forward(target, rows))
-    for _ in range(2 if num_rows <= _FITS else 1):
-        _proposal(drafter, sequences(drafter.runner, Shape(1, 1)), 2)
-        seconds = _forward(target, rows)
-    if num_rows == 1:
+        return undisturbed if is_smallest else _forward(target, rows)
+    _proposal(drafter, sequences(drafter.runner, Shape(1, 1)), 2)
+    seconds = _forward(target, rows)
+    if is_smallest:
         saved.append(seconds - undisturbed)
     return seconds
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from statistics import mean, median
 from typing import NamedTuple
@@ -11,8 +12,12 @@ from specpaged.modeling.model_runner import ModelRunner
 from specpaged.modeling.ragged_batch import RaggedRow
 from specpaged.speculation.pass_seconds import PassSeconds
 
-# Rows that are timed, in this order while there is time: kernels work in tiles, and few rows are not on a line.
-ROWS = (1, 8, 16, 32, 64, 2, 4, 6, 128, 256, 512, 3, 5, 7, 12, 24, 48, 96, 9, 20, 40, 192)
+# Rows that are timed, in this order while there is time: few are not on a line, but on stairs, as kernels work in tiles
+# of so many rows, and a row beyond a tile's last one takes another tile.
+ROWS = (1, 8, 16, 32, 64, 2, 4, 6, 7, 12, 3, 13, 24, 18, 128, 9, 10, 19, 25, 48, 36, 15, 31, 5, 20, 256, 512)
+# Passes of more rows than so many are on a line with the last ones: they are timed if that leaves most of the time,
+# which is taken to be so many times what the longest one so far took.
+_MANY, _SPARE = 128, 8.0
 NUM_NEW = 4  # tokens of a sequence that there is room for, at least
 _CONTEXT = 256  # tokens, of the passes that say what reading KV takes
 _SEQUENCES, _FEW = 32, 8  # at most, of the passes that say what sequences and their KV take
@@ -55,6 +60,7 @@ class PassTimer:
         self._of_sequences = [Shape(*kind, context_len) for kind in kinds for context_len in contexts]
         self.shapes = [*of_rows[:3], *self._of_sequences, *of_rows[3:]]
         self._measured: dict[Shape, list[float]] = {}
+        self._took: dict[Shape, float] = {}  # seconds that it takes to measure each
 
     @property
     def seconds(self) -> dict[Shape, float]:
@@ -68,18 +74,21 @@ class PassTimer:
             layer[cache.block_size : cache.block_size + self.num_seqs * (_CONTEXT + cache.block_size)].zero_()
         self.run(sequences(self.runner, Shape(1, 1)))  # there may be something to build
         for shape in self.shapes:
-            if len(self._measured) >= 2 and left() < 2 * max(self.seconds.values()):
+            needed = _SPARE if self._rows.get(shape, 0) > _MANY else 2.0
+            if len(self._measured) >= 2 and left() < needed * max(self._took.values()):
                 break
             self.again(shape)
 
     def again(self, shape: Shape) -> None:
         """One of them once more."""
+        start = time.perf_counter()
         self._measured.setdefault(shape, []).append(self.run(sequences(self.runner, shape)))
+        self._took[shape] = time.perf_counter() - start
 
     def quick(self, seconds: float) -> list[Shape]:
-        """Those of which several are done in this time; fewer of those whose differences are to be known."""
+        """Those of which many are done in this time; fewer of those whose differences are to be known."""
         return sorted(
-            shape for shape, s in self.seconds.items() if s < seconds / (4 if shape in self._of_sequences else 16)
+            shape for shape, s in self._took.items() if s < seconds / (16 if shape in self._of_sequences else 32)
         )
 
     def pass_seconds(self) -> PassSeconds:
