@@ -202,13 +202,15 @@ class _ProbedDrafter:
 
 def _verified(target: ModelRunner, drafter: _ProbedDrafter | None, saved: list, rows: list[RaggedRow]) -> float:
     """A pass behind others of the target and a drafter's."""
-    is_smallest = sum(len(row.token_ids) for row in rows) == 1
-    undisturbed = _warm(partial(_forward, target, rows)) if is_smallest else math.nan
+    num_rows = sum(len(row.token_ids) for row in rows)
+    undisturbed = _warm(partial(_forward, target, rows)) if num_rows == 1 else math.nan
     if drafter is None:
-        return undisturbed if is_smallest else _forward(target, rows)
+        return undisturbed if num_rows == 1 else _forward(target, rows)
+    if num_rows <= _FEW:
+        _forward(target, rows)
     _proposal(drafter, sequences(drafter.runner, Shape(1, 1)), 2)
     seconds = _forward(target, rows)
-    if is_smallest:
+    if num_rows == 1:
         saved.append(seconds - undisturbed)
     return seconds
 

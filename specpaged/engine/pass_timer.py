@@ -49,13 +49,14 @@ class PassTimer:
         self.context_len = max(0, longest - NUM_NEW)
         most_seqs = max(2, min(most_rows // 4, _KV_BYTES // (longest * cache.bytes_per_token)))
         self.num_seqs = next(n for n in (_SEQUENCES, 16, _FEW, 4, 2) if n <= most_seqs)
+        self._num_few = min(_FEW, self.num_seqs)
         together = longest if have_several else 0
         of_rows = [Shape(1, n) if n <= together else Shape(n, 1) for n in ROWS if n <= max(8, most_rows)]
         self._rows = {shape: shape.num_seqs * shape.num_rows for shape in of_rows}
         # The same sequences without their KV, and with it.
         kinds = [(self.num_seqs, 1)]
-        kinds += [(self.num_seqs, _SEVERAL)] if have_several else []
         kinds += [(_FEW, 1)] if self.num_seqs > _FEW else []
+        kinds += [(self._num_few, _SEVERAL)] if have_several else []
         contexts = (0, self.context_len) if self.context_len else ()
         self._of_sequences = [Shape(*kind, context_len) for kind in kinds for context_len in contexts]
         self.shapes = [*of_rows[:3], *self._of_sequences, *of_rows[3:]]
@@ -104,15 +105,14 @@ class PassTimer:
         per_sequence = max(0.0, of_shapes[Shape(num_seqs, 1)] - together) / (num_seqs - 1)
         num_kv_tokens = num_seqs * self.context_len
         per_token = of_kv / num_kv_tokens
-        of_several = self._kv_seconds(num_seqs, _SEVERAL)
+        of_few, of_several = self._kv_seconds(self._num_few, 1), self._kv_seconds(self._num_few, _SEVERAL)
+        near = self._num_few * self.context_len
         per_row = 0.0
-        if of_several is not None:
-            per_row = min(per_token, max(0.0, of_several - of_kv) / num_kv_tokens / (_SEVERAL - 1))
+        if of_few is not None and of_several is not None:
+            per_row = min(per_token, max(0.0, of_several - of_few) / near / (_SEVERAL - 1))
             seconds = self._without_own_kv(num_rows, seconds, per_row)
-        of_few = self._kv_seconds(_FEW, 1)
         if of_few is None or num_seqs <= _FEW:
             return PassSeconds(num_rows, seconds, per_sequence, per_token - per_row, per_row)
-        near = _FEW * self.context_len
         near_token = min(per_token, max(per_row, of_few / near))
         further = (per_token - near_token) * num_kv_tokens / (num_kv_tokens - near)
         return PassSeconds(num_rows, seconds, per_sequence, near_token - per_row, per_row, further, near)
