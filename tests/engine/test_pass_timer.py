@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from specpaged.engine import pass_timer
 from specpaged.engine.pass_timer import PassTimer, _rising
 from specpaged.speculation.pass_seconds import PassSeconds, PassShape
 
@@ -65,6 +66,50 @@ def test_without_time_or_room_it_is_still_a_table(left, of_runner):
     found = timed(truth, left=left, **of_runner)
     assert found.of(PassShape(1, 1)) == pytest.approx(1e-3, rel=0.1)
     assert found.num_rows[:2] == [1, 8] if left == 0 else len(found.num_rows) > 2
+
+
+def test_a_row_beyond_a_tile_of_the_kernels_is_told_from_the_last_one_in_it():
+    def run(rows):
+        return 1e-3 * -(-sum(len(row.token_ids) for row in rows) // 6)  # tiles of six rows
+
+    timer = PassTimer(runner_of(), 256, run)
+    timer.begin(lambda: 1e9)
+    found = timer.pass_seconds()
+    for num_rows in (1, 6, 7, 12, 13, 18, 19, 24, 25, 31, 36):
+        assert found.of_rows(num_rows) == pytest.approx(1e-3 * -(-num_rows // 6)), num_rows
+
+
+@pytest.mark.parametrize(("budget", "many"), [(1.6, []), (6.0, [256])])
+def test_passes_of_many_rows_are_timed_where_that_leaves_most_of_the_time(monkeypatch, budget, many):
+    now = 0.0
+
+    def run(rows):
+        nonlocal now
+        seconds = 1e-3 * sum(len(row.token_ids) for row in rows)
+        now += seconds
+        return seconds
+
+    monkeypatch.setattr(pass_timer, "time", SimpleNamespace(perf_counter=lambda: now))
+    timer = PassTimer(runner_of(), 256, run)
+    timer.begin(lambda: budget - now)
+    found = timer.pass_seconds()
+    assert [n for n in found.num_rows if n > 48] == [64, 128, *many]
+    assert found.of_rows(256) == pytest.approx(0.256)
+
+
+def test_what_takes_long_to_measure_is_measured_less_often(monkeypatch):
+    now = 0.0
+
+    def run(rows):
+        nonlocal now
+        num_rows = sum(len(row.token_ids) for row in rows)
+        now += 6e-3 * num_rows  # of which the last pass alone is told
+        return 1e-3 * num_rows
+
+    monkeypatch.setattr(pass_timer, "time", SimpleNamespace(perf_counter=lambda: now))
+    timer = PassTimer(runner_of(), 64, run)
+    timer.begin(lambda: 1e9)
+    assert {shape.num_rows for shape in timer.quick(32 * 6.5e-3) if shape.num_seqs == 1} == {1}
 
 
 def test_kv_that_is_read_has_been_written_to_and_the_null_block_has_not():
