@@ -150,7 +150,7 @@ class DraftPlanner:
         if self.followers is not None and not plan.lookups:  # whose finds those would lose, too
             self.followers.planned(sequences, plan.num_draft_tokens, age - self._standing.since)
         good_for = plan.num_steps
-        if not plan.is_trial and self.clock.num_steps > OFTEN:
+        if not (plan.is_trial or plan.is_provisional) and self.clock.num_steps > OFTEN:
             rounds = drafting_rounds if any(plan.num_draft_tokens) else plain_rounds
             seldom = min(_SELDOM, rounds * self.clock.every(self._planning))
             too_early = max(0, self._standing.num_left)  # steps: somebody has come
@@ -173,7 +173,7 @@ class DraftPlanner:
             return 1, [], None, False
         drafts = standing.drafts
         num_rounds = max(1, min(self._most_rounds(len(sequences), drafts), standing.num_left))
-        looks = drafts and self.clock.num_steps >= self._looked_next
+        looks = drafts and self.looks_at_rounds
         goes_on = num_rounds < standing.num_left and self.clock.num_steps > OFTEN and not looks
         return num_rounds, list(counts), plan.stop_rule, goes_on
 
@@ -216,7 +216,7 @@ class DraftPlanner:
     def select(self, sequences: SequenceOf[Sequence], drafts: SequenceOf[Draft]) -> list[Draft]:
         """As much of each sequence's draft as is to be verified. The whole of it waits for its outcome."""
         self._own_proposals += _NEWEST * (1.0 - self._own_proposals)
-        if OFTEN < self.clock.num_steps < self._looked_next and not self._selects:
+        if not (self._selects or self.looks_at_rounds):
             return list(drafts)
         return self.clock.leave_out(self._looking, self._select, sequences, drafts)
 
@@ -253,7 +253,8 @@ class DraftPlanner:
     @property
     def looks_at_rounds(self) -> bool:
         """Whether what became of drafts made within rounds is to be `told`."""
-        return self.clock.num_steps <= OFTEN or self.clock.num_steps >= self._looked_next
+        num_steps, plan = self.clock.num_steps, self._standing.plan
+        return num_steps <= OFTEN or num_steps >= self._looked_next or plan.is_provisional
 
     def told(self, sequence: Sequence, draft: Draft, token_ids: SequenceOf[int]) -> None:
         """These tokens stand where this was drafted."""

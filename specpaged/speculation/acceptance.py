@@ -16,6 +16,7 @@ _LEARNING_RATES = (0.05, 0.01)  # at first, and once something is known
 _PLACE_RATE = 0.03
 _SHARE_RATE = 0.02
 _SPREAD_RATE = 0.02
+_DIFFER = 0.8  # in logits, of how far requests' drafts come to lie apart, one like another or of several kinds
 _HOPE = 1.0  # in logits, of a request of which nothing is known, nor of any other
 _MOST_LOGIT = 6.0  # certainty is never believed
 
@@ -67,6 +68,13 @@ class AcceptanceModel:
     def spread(self) -> float:
         """How far evidence moves logit p away from what was expected: 0 for a drafter whose evidence says nothing."""
         return math.sqrt(self.variance)
+
+    @property
+    def requests_differ(self) -> bool:
+        """Whether requests are of several kinds, so that much of what will come of a request's drafts is known only
+        when some have had an outcome.
+        """
+        return self.share * math.sqrt(self.lead_variance) > _DIFFER
 
     def expected_logit(self, request: RequestAcceptance) -> float:
         """Of a request's next draft, whatever and wherever it will be, that it stands."""

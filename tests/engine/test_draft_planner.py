@@ -384,3 +384,17 @@ def test_who_is_left_a_plan_has_not_been_idle_while_others_followed_it():
     for _ in range(21):
         planner.plan([last])
     assert last.max_draft_tokens, "it has been idle for twenty steps of its own"
+
+
+def test_a_provisional_plan_lasts_no_longer_than_it_says_and_what_comes_of_it_is_looked_at():
+    planner = DraftPlanner(Listener())
+    planner.clock.num_steps, planner.clock._step_seconds, planner._looked_next = OFTEN + 1, 1e-4, 10**6
+    planner.controller.selects = lambda: False
+    for is_provisional in (False, True):
+        plan = Plan([2], num_steps=4, is_provisional=is_provisional)
+        planner.controller.plan = lambda candidates, num_steps, plan=plan: plan
+        planner._selects, sequence = False, Member()
+        planner.plan([sequence])
+        assert (planner._standing.good_for == 4) == planner.looks_at_rounds == is_provisional
+        planner.select([sequence], [Draft([7, 8])])
+        assert (sequence in planner._proposals) == is_provisional

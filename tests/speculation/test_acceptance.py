@@ -117,6 +117,19 @@ def test_where_several_drafts_stand_the_next_one_is_likely_to():
     assert chances[4] > 2 * chances[0] ** 5
 
 
+@pytest.mark.parametrize(
+    ("means", "differ"), [((0.3, 0.3), False), ((0.6, 0.6), False), ((0.9, 0.9), False), ((0.9, 0.2), True)]
+)
+def test_requests_differ_where_they_are_of_two_kinds_and_not_by_chance(means, differ):
+    rng, model = random.Random(0), AcceptanceModel()
+    assert not model.requests_differ
+    for i in range(40):
+        request = RequestAcceptance()
+        run(model, request, rng, means[i % 2], 30)
+        if i >= 9:
+            assert model.requests_differ == differ
+
+
 def test_requests_that_do_not_differ_are_not_told_apart():
     rng = random.Random(8)
     model, requests = AcceptanceModel(), [RequestAcceptance() for _ in range(8)]

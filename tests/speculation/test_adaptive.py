@@ -276,6 +276,25 @@ def test_without_evidence_counts_depend_on_what_was_verified_before_alone():
 
 
 @pytest.mark.parametrize(
+    ("apart", "num_seen", "num_others", "soon"),
+    [(2.0, 0, 3, True), (2.0, 8, 3, False), (0.5, 0, 3, False), (2.0, 0, 4, False)],
+)
+def test_where_requests_differ_and_some_draft_that_are_not_known_it_is_decided_anew_soon(
+    apart, num_seen, num_others, soon
+):
+    controller = knowing(AdaptiveController(costs(0.05)))
+    controller.acceptance.share, controller.acceptance.lead_variance = 1.0, apart**2
+    for i in range(num_others):
+        controller.observe_drafts(i, 8, 0)
+    controller.observe_drafts("new", num_seen, 0)
+    for _ in range(3):  # the third one would last longest
+        plan = controller.plan([Candidate(i, 8) for i in (*range(num_others), "new")])
+    assert all(plan.num_draft_tokens)
+    assert plan.is_provisional == soon
+    assert (plan.num_steps <= 4) == soon
+
+
+@pytest.mark.parametrize(
     ("num_seqs", "stops", "is_selected_from"), [(1, True, False), (2, True, True), (1, False, True)]
 )
 def test_one_alone_whose_drafts_a_rule_has_stopped_is_not_selected_from_once_more(num_seqs, stops, is_selected_from):
