@@ -57,7 +57,7 @@ _OF_SEQUENCES = {"seconds_per_drafting": _DRAFTING_SECONDS, "seconds_per_sequenc
 # is timed beside no drafter's.
 _WARMING, _WARMING_SECONDS = 8, 4e-3
 _BYTES_PER_SECOND = 1e10  # of weights, where nothing can be measured
-_VERSION = 28  # of what is kept
+_VERSION = 29  # of what is kept
 
 
 def get_planner(
@@ -136,7 +136,7 @@ def probe(target: ModelRunner, draft: ModelRunner | None, most_rows: int, budget
     for share, timer in zip((0.4, 0.6, 0.75), timers, strict=False):
         timer.begin(partial(left, share))
     for sweep in range(_SWEEPS):
-        for shapes in zip_longest(*(timer.quick(budget / (2 + sweep)) for timer in timers)):
+        for shapes in zip_longest(*(timer.quick(budget / (8 + sweep)) for timer in timers)):
             for timer, shape in zip(timers, shapes, strict=True):
                 if shape is not None and left() > 0:
                     timer.again(shape)

@@ -15,8 +15,8 @@ from specpaged.speculation.pass_seconds import PassSeconds
 # Rows that are timed, in this order while there is time: few are not on a line, but on stairs, as kernels work in tiles
 # of so many rows, and a row beyond a tile's last one takes another tile.
 ROWS = (1, 8, 16, 32, 64, 2, 4, 6, 7, 12, 3, 13, 24, 18, 128, 9, 10, 19, 25, 48, 36, 15, 31, 5, 20, 256, 512)
-# Passes of more rows than so many are on a line with the last ones: they are timed if that leaves most of the time,
-# which is taken to be so many times what the longest one so far took.
+# Passes of so many rows are timed once, and those of more if that leaves most of the time, which is taken to be so many
+# times what the longest one so far took: they are on a line.
 _MANY, _SPARE = 128, 8.0
 NUM_NEW = 4  # tokens of a sequence that there is room for, at least
 _CONTEXT = 256  # tokens, of the passes that say what reading KV takes
@@ -87,10 +87,18 @@ class PassTimer:
         self._took[shape] = time.perf_counter() - start
 
     def quick(self, seconds: float) -> list[Shape]:
-        """Those of which many are done in this time; fewer of those whose differences are to be known."""
-        return sorted(
-            shape for shape, s in self._took.items() if s < seconds / (16 if shape in self._of_sequences else 32)
-        )
+        """The quickest ones, done in this time together; those whose differences are to be known count half. Of many
+        rows there is none: what is on a line need not be known as well.
+        """
+        few = {shape: s for shape, s in self._took.items() if self._rows.get(shape, 0) < _MANY}
+        price = {shape: s / (2 if shape in self._of_sequences else 1) for shape, s in few.items()}
+        quickest = []
+        for shape in sorted(price, key=price.__getitem__):
+            seconds -= price[shape]
+            if seconds < 0:
+                break
+            quickest.append(shape)
+        return sorted(quickest)
 
     def pass_seconds(self) -> PassSeconds:
         """What the shapes came to."""

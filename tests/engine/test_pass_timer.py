@@ -109,7 +109,13 @@ def test_what_takes_long_to_measure_is_measured_less_often(monkeypatch):
     monkeypatch.setattr(pass_timer, "time", SimpleNamespace(perf_counter=lambda: now))
     timer = PassTimer(runner_of(), 64, run)
     timer.begin(lambda: 1e9)
-    assert {shape.num_rows for shape in timer.quick(32 * 6.5e-3) if shape.num_seqs == 1} == {1}
+    assert {shape.num_rows for shape in timer.quick(0.25) if shape.num_seqs == 1} == {1, 2, 3, 4, 5, 6, 7}
+
+
+def test_passes_of_many_rows_are_timed_once():
+    timer = PassTimer(runner_of(), 256, lambda rows: 1e-3)
+    timer.begin(lambda: 1e9)
+    assert max(shape.num_rows for shape in timer.quick(1e9)) == 64
 
 
 def test_kv_that_is_read_has_been_written_to_and_the_null_block_has_not():
