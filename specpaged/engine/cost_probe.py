@@ -56,6 +56,7 @@ _OF_SEQUENCES = {"seconds_per_drafting": _DRAFTING_SECONDS, "seconds_per_sequenc
 # Caches learn only slowly that weights are read again and again: so many passes, or such a time, go before the one that
 # is timed beside no drafter's.
 _WARMING, _WARMING_SECONDS = 8, 4e-3
+_SMALL = 8  # rows, at most, of passes that have one like them before
 _BYTES_PER_SECOND = 1e10  # of weights, where nothing can be measured
 _VERSION = 29  # of what is kept
 
@@ -204,10 +205,11 @@ def _verified(target: ModelRunner, drafter: _ProbedDrafter | None, saved: list, 
     """A pass behind others of the target and a drafter's."""
     num_rows = sum(len(row.token_ids) for row in rows)
     undisturbed = _warm(partial(_forward, target, rows)) if num_rows == 1 else math.nan
+    is_small = len(rows) == 1 and 1 < num_rows <= _SMALL
+    if is_small or target.model.device.type != "cpu":  # where there may be a graph to capture
+        _forward(target, rows)
     if drafter is None:
         return undisturbed if num_rows == 1 else _forward(target, rows)
-    if num_rows <= _FEW:
-        _forward(target, rows)
     _proposal(drafter, sequences(drafter.runner, Shape(1, 1)), 2)
     seconds = _forward(target, rows)
     if num_rows == 1:

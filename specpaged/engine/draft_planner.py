@@ -39,7 +39,8 @@ class DraftPlanner:
 
     Plans take time, and so does looking at what came of drafts: between two passes of a model nothing of this is in
     the caches. In the first steps there is always time; then each is a Chore, done as often as a share of it allows,
-    the longer the steps, the more often. What came of drafts is told when next a plan is made, all of it at once.
+    the longer the steps, the more often; but for a plan that is provisional, whose few steps are all looked at. What
+    came of drafts is told when next a plan is made, all of it at once.
     """
 
     def __init__(self, controller: Controller, follows_target: bool = False, gives_up: bool = True):

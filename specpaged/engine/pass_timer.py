@@ -14,9 +14,9 @@ from specpaged.speculation.pass_seconds import PassSeconds
 
 # Rows that are timed, in this order while there is time: few are not on a line, but on stairs, as kernels work in tiles
 # of so many rows, and a row beyond a tile's last one takes another tile.
-ROWS = (1, 8, 16, 32, 64, 2, 4, 6, 7, 12, 3, 13, 24, 18, 128, 9, 10, 19, 25, 48, 36, 15, 31, 5, 20, 256, 512)
-# Passes of so many rows are timed once, and those of more if that leaves most of the time, which is taken to be so many
-# times what the longest one so far took: they are on a line.
+ROWS = (1, 8, 16, 32, 64, 2, 4, 6, 7, 12, 3, 13, 24, 18, 9, 10, 19, 25, 48, 36, 15, 31, 5, 20, 128, 256, 512)
+# Passes of more rows are on a line with the last ones: they are timed once, and only if that leaves most of the time,
+# which is taken to be so many times what the longest one so far took.
 _MANY, _SPARE = 128, 8.0
 NUM_NEW = 4  # tokens of a sequence that there is room for, at least
 _CONTEXT = 256  # tokens, of the passes that say what reading KV takes
@@ -61,7 +61,7 @@ class PassTimer:
         self._of_sequences = [Shape(*kind, context_len) for kind in kinds for context_len in contexts]
         self.shapes = [*of_rows[:3], *self._of_sequences, *of_rows[3:]]
         self._measured: dict[Shape, list[float]] = {}
-        self._took: dict[Shape, float] = {}  # seconds that it takes to measure each
+        self._took: dict[Shape, float] = {}  # seconds that it takes to measure each, at the least
 
     @property
     def seconds(self) -> dict[Shape, float]:
@@ -76,7 +76,7 @@ class PassTimer:
         self.run(sequences(self.runner, Shape(1, 1)))  # there may be something to build
         for shape in self.shapes:
             needed = _SPARE if self._rows.get(shape, 0) > _MANY else 2.0
-            if len(self._measured) >= 2 and left() < needed * max(self._took.values()):
+            if len(self._measured) >= 2 and left() < needed * max(self.seconds.values()):
                 break
             self.again(shape)
 
@@ -84,21 +84,21 @@ class PassTimer:
         """One of them once more."""
         start = time.perf_counter()
         self._measured.setdefault(shape, []).append(self.run(sequences(self.runner, shape)))
-        self._took[shape] = time.perf_counter() - start
+        self._took[shape] = min(time.perf_counter() - start, self._took.get(shape, math.inf))
 
     def quick(self, seconds: float) -> list[Shape]:
-        """The quickest ones, done in this time together; those whose differences are to be known count half. Of many
-        rows there is none: what is on a line need not be known as well.
+        """The quickest ones, measured in this time all together; those whose differences are to be known count half. Of
+        very many rows there is none.
         """
-        few = {shape: s for shape, s in self._took.items() if self._rows.get(shape, 0) < _MANY}
-        price = {shape: s / (2 if shape in self._of_sequences else 1) for shape, s in few.items()}
+        weights = {shape: 0.5 if shape in self._of_sequences else 1.0 for shape in self._took}
+        by_seconds = sorted((s * weights[shape], shape) for shape, s in self.seconds.items())
         quickest = []
-        for shape in sorted(price, key=price.__getitem__):
-            seconds -= price[shape]
+        for _, shape in by_seconds:
+            seconds -= weights[shape] * self._took[shape]
             if seconds < 0:
                 break
             quickest.append(shape)
-        return sorted(quickest)
+        return sorted(shape for shape in quickest if self._rows.get(shape, 0) <= _MANY)
 
     def pass_seconds(self) -> PassSeconds:
         """What the shapes came to."""

@@ -17,6 +17,9 @@ _PLACE_RATE = 0.03
 _SHARE_RATE = 0.02
 _SPREAD_RATE = 0.02
 _DIFFER = 0.8  # in logits, of how far requests' drafts come to lie apart, one like another or of several kinds
+# Outcomes of a request, behind which it is known what to expect of it; plans at most that are to find that out; and of
+# a batch, so large a part that it is worth a plan.
+_KNOWN, _MOST_TRIES, _PART = 5.0, 3, 0.25
 _HOPE = 1.0  # in logits, of a request of which nothing is known, nor of any other
 _MOST_LOGIT = 6.0  # certainty is never believed
 
@@ -24,12 +27,13 @@ _MOST_LOGIT = 6.0  # certainty is never believed
 class RequestAcceptance:
     """What the drafts of one request have shown: an average that forgets."""
 
-    __slots__ = ("lead", "num_accepted", "num_seen")
+    __slots__ = ("lead", "num_accepted", "num_seen", "num_tries")
 
     def __init__(self) -> None:
         self.num_seen = 0.0  # drafts of which all before have stood, older ones for less
         self.num_accepted = 0.0
         self.lead = 0.0  # how far that lies above the average of all requests, in logits, as of the last outcome
+        self.num_tries = 0  # plans that were made to find out
 
 
 class AcceptanceModel:
@@ -75,6 +79,19 @@ class AcceptanceModel:
         when some have had an outcome.
         """
         return self.share * math.sqrt(self.lead_variance) > _DIFFER
+
+    def tries(self, drafting: Sequence[RequestAcceptance], batch_size: int) -> bool:
+        """Whether it is to be found out soon what comes of some of these requests' drafts, as requests differ and it is
+        not known. Those have been tried once more then: nobody is waited for whose drafts never come.
+        """
+        if not self.requests_differ:
+            return False
+        unknown = [request for request in drafting if request.num_seen < _KNOWN and request.num_tries < _MOST_TRIES]
+        if not unknown or len(unknown) < _PART * batch_size:
+            return False
+        for request in unknown:
+            request.num_tries += 1
+        return True
 
     def expected_logit(self, request: RequestAcceptance) -> float:
         """Of a request's next draft, whatever and wherever it will be, that it stands."""

@@ -34,9 +34,7 @@ _REPAID_WITHIN = 128  # tokens at most
 # Of the tokens that may still come, those that will, as long as nothing is known, and requests that say so; and how
 # many say what it is from then on.
 _WILL_COME, _SAY_SO = 0.5, (4, 64)
-# Outcomes of a request, behind which it is known what to expect of it; and steps, until it is decided anew where that
-# differs from request to request, and so large a part of them draft without being known.
-_KNOWN, _SOON, _PART = 5.0, 4, 0.25
+_SOON = 4  # steps that a plan is good for, which is to find out what comes of some requests' drafts
 _TOLD_APART = 0.6  # in logits: of less spread, evidence says too little to stop a proposal by
 _BEYOND = 0.8  # of what a row costs to a rule: what those beyond the planned ones do, where that is more
 
@@ -119,9 +117,10 @@ class AdaptiveController(MeasuringController):
         self.selecting.is_ruled = stop_rule is not None and len(candidates) == 1
         num_seen = [self._requests[c.sequence].num_seen for c in candidates]
         looks = self.looks.choose(candidates, deepest, num_seen) if self.looks_back else ()
-        num_unknown = sum([count > 0 and seen < _KNOWN for count, seen in zip(deepest, num_seen, strict=True)])
-        tries = num_unknown > 0 and num_unknown >= _PART * len(candidates) and self.acceptance.requests_differ
-        num_steps = _SOON if tries else self.length.of(deepest)
+        num_steps = self.length.of(deepest)
+        drafting = [self._requests[c.sequence] for c, count in zip(candidates, deepest, strict=True) if count]
+        if tries := self.acceptance.tries(drafting, len(candidates)):
+            num_steps = min(_SOON, num_steps)
         return Plan(deepest, looks, stop_rule, counts, num_steps, is_provisional=tries)
 
     @override

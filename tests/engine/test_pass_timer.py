@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specpaged.engine import pass_timer
-from specpaged.engine.pass_timer import PassTimer, _rising
+from specpaged.engine.pass_timer import PassTimer, Shape, _rising
 from specpaged.speculation.pass_seconds import PassSeconds, PassShape
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 600
@@ -97,25 +97,45 @@ def test_passes_of_many_rows_are_timed_where_that_leaves_most_of_the_time(monkey
     assert found.of_rows(256) == pytest.approx(0.256)
 
 
-def test_what_takes_long_to_measure_is_measured_less_often(monkeypatch):
-    now = 0.0
+@pytest.fixture
+def measured(monkeypatch):
+    """Every shape has been once. A row takes 1 ms, and 6 to measure it; `slowly` what else that takes of shapes."""
 
-    def run(rows):
-        nonlocal now
-        num_rows = sum(len(row.token_ids) for row in rows)
-        now += 6e-3 * num_rows  # of which the last pass alone is told
-        return 1e-3 * num_rows
+    def measure(slowly=lambda num_rows: 0.0):
+        now = 0.0
 
-    monkeypatch.setattr(pass_timer, "time", SimpleNamespace(perf_counter=lambda: now))
-    timer = PassTimer(runner_of(), 64, run)
-    timer.begin(lambda: 1e9)
-    assert {shape.num_rows for shape in timer.quick(0.25) if shape.num_seqs == 1} == {1, 2, 3, 4, 5, 6, 7}
+        def run(rows):
+            nonlocal now
+            num_rows = sum(len(row.token_ids) for row in rows)
+            now += 6e-3 * num_rows + slowly(num_rows)
+            return 1e-3 * num_rows
+
+        monkeypatch.setattr(pass_timer, "time", SimpleNamespace(perf_counter=lambda: now))
+        timer = PassTimer(runner_of(), 256, run)
+        timer.begin(lambda: 1e9)
+        return timer
+
+    return measure
 
 
-def test_passes_of_many_rows_are_timed_once():
-    timer = PassTimer(runner_of(), 256, lambda rows: 1e-3)
-    timer.begin(lambda: 1e9)
-    assert max(shape.num_rows for shape in timer.quick(1e9)) == 64
+def test_what_takes_long_to_measure_is_measured_less_often(measured):
+    assert {shape.num_rows for shape in measured().quick(0.25) if shape.num_seqs == 1} == {1, 2, 3, 4, 5, 6, 7}
+
+
+def test_a_row_alone_is_measured_before_others_whatever_that_takes(measured):
+    timer = measured(lambda num_rows: 0.02 * (num_rows == 1))
+    assert timer.quick(0.03) == [Shape(1, 1)]
+
+
+def test_who_was_in_the_way_once_is_not_what_it_takes(measured):
+    slow = [0.5]
+    timer = measured(lambda num_rows: slow.pop() if num_rows == 3 and slow else 0.0)
+    timer.again(Shape(1, 3))
+    assert Shape(1, 3) in timer.quick(0.25)
+
+
+def test_passes_of_very_many_rows_are_timed_once(measured):
+    assert max(shape.num_rows for shape in measured().quick(1e9)) == 128
 
 
 def test_kv_that_is_read_has_been_written_to_and_the_null_block_has_not():

@@ -292,6 +292,8 @@ def test_where_requests_differ_and_some_draft_that_are_not_known_it_is_decided_a
     assert all(plan.num_draft_tokens)
     assert plan.is_provisional == soon
     assert (plan.num_steps <= 4) == soon
+    plan = controller.plan([Candidate(i, 8) for i in (*range(num_others), "new")])
+    assert not plan.is_provisional, "nothing came of its drafts: somebody else's may be taken"
 
 
 @pytest.mark.parametrize(
