@@ -54,9 +54,8 @@ _STEP_SECONDS, _SEQUENCE_SECONDS = 7e-5, 2.3e-5
 _PROPOSAL_SECONDS, _DRAFTING_SECONDS = 7e-5, 4e-5
 _OF_SEQUENCES = {"seconds_per_drafting": _DRAFTING_SECONDS, "seconds_per_sequence": _SEQUENCE_SECONDS}
 # Caches learn only slowly that weights are read again and again: so many passes, or such a time, go before the one that
-# is timed beside no drafter's.
-_WARMING, _WARMING_SECONDS = 8, 4e-3
-_SMALL = 8  # rows, at most, of passes that have one like them before
+# is timed beside no drafter's; and one before those of so few rows.
+_WARMING, _WARMING_SECONDS, _SMALL = 8, 4e-3, 8
 _BYTES_PER_SECOND = 1e10  # of weights, where nothing can be measured
 _VERSION = 29  # of what is kept
 
@@ -205,8 +204,7 @@ def _verified(target: ModelRunner, drafter: _ProbedDrafter | None, saved: list, 
     """A pass behind others of the target and a drafter's."""
     num_rows = sum(len(row.token_ids) for row in rows)
     undisturbed = _warm(partial(_forward, target, rows)) if num_rows == 1 else math.nan
-    is_small = len(rows) == 1 and 1 < num_rows <= _SMALL
-    if is_small or target.model.device.type != "cpu":  # where there may be a graph to capture
+    if len(rows) == 1 < num_rows <= _SMALL or target.model.device.type != "cpu":  # a graph may have to be captured
         _forward(target, rows)
     if drafter is None:
         return undisturbed if num_rows == 1 else _forward(target, rows)
