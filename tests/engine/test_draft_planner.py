@@ -396,5 +396,7 @@ def test_a_provisional_plan_lasts_no_longer_than_it_says_and_what_comes_of_it_is
         planner._selects, sequence = False, Member()
         planner.plan([sequence])
         assert (planner._standing.good_for == 4) == planner.looks_at_rounds == is_provisional
+        goes_on = planner.rounds([sequence])[3]
+        assert goes_on != is_provisional
         planner.select([sequence], [Draft([7, 8])])
         assert (sequence in planner._proposals) == is_provisional
