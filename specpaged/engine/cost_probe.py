@@ -6,13 +6,10 @@ import contextlib
 import hashlib
 import json
 import logging
-import math
 import os
 import platform
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -22,17 +19,11 @@ from typing import Any
 import torch
 
 from specpaged.config import EngineConfig
-from specpaged.drafting.base import Drafter, DraftRow
-from specpaged.drafting.draft_model import DraftModelDrafter
-from specpaged.drafting.heads import HeadsDrafter
+from specpaged.drafting.base import Drafter
 from specpaged.engine.draft_planner import DraftPlanner
-from specpaged.engine.pass_timer import NUM_NEW, PassTimer, Shape, sequences
-from specpaged.modeling.forward_output import HiddenStates
+from specpaged.engine.pass_timer import PassTimer
+from specpaged.engine.probed_passes import ProbedDrafter, drafted, is_heads, proposal, verified
 from specpaged.modeling.model_runner import ModelRunner
-from specpaged.modeling.ragged_batch import RaggedRow, pack
-from specpaged.sampling.batch import SamplingBatch
-from specpaged.sampling.request import SamplingRequest
-from specpaged.sampling_params import SamplingParams
 from specpaged.speculation.adaptive import AdaptiveController
 from specpaged.speculation.combined import CombinedController
 from specpaged.speculation.cost_model import CostModel
@@ -47,17 +38,12 @@ logger = logging.getLogger("specpaged")
 BUDGET = 2.0  # seconds that a probe may take
 _SWEEPS = 40
 _FEW = 8  # sequences, whose proposals take a time that hardly depends on how many they are
-_FURTHER = NUM_NEW - 1  # passes of a proposal behind its first one, timed together
-_GREEDY = SamplingRequest(SamplingParams(temperature=0), 0, (), ())
 # Besides the passes, until it has been seen: of a step and each of its sequences, of a proposal and each of those.
 _STEP_SECONDS, _SEQUENCE_SECONDS = 7e-5, 2.3e-5
 _PROPOSAL_SECONDS, _DRAFTING_SECONDS = 7e-5, 4e-5
 _OF_SEQUENCES = {"seconds_per_drafting": _DRAFTING_SECONDS, "seconds_per_sequence": _SEQUENCE_SECONDS}
-# Caches learn only slowly that weights are read again and again: so many passes, or such a time, go before the one that
-# is timed beside no drafter's; and one before those of so few rows.
-_WARMING, _WARMING_SECONDS, _SMALL = 8, 4e-3, 8
 _BYTES_PER_SECOND = 1e10  # of weights, where nothing can be measured
-_VERSION = 29  # of what is kept
+_VERSION = 30  # of what is kept
 
 
 def get_planner(
@@ -115,7 +101,8 @@ def probe(target: ModelRunner, draft: ModelRunner | None, most_rows: int, budget
     """The costs of a pair's passes, measured now within `budget` seconds.
 
     Both models by turns, pass by pass: what is in the way comes in bursts, while what passes take beside each other
-    decides. Of its weights the target finds in the caches what a drafter leaves there, as in steps that draft.
+    decides. Of its weights the target finds in the caches what a drafter leaves there, as in steps that draft, and
+    passes of a few rows what others of a few rows do.
     """
     start = time.perf_counter()
 
@@ -125,18 +112,20 @@ def probe(target: ModelRunner, draft: ModelRunner | None, most_rows: int, budget
     first_seconds: dict[int, list[float]] = {}  # that a proposal for so many takes besides its passes
     first_shares: list[float] = []  # of a pass that heads draft by, that the first one takes
     saved: list[float] = []  # by passes of a row behind others of the target, where no drafter was between them
-    drafter = draft and _ProbedDrafter(draft, target)
-    timers = [PassTimer(target, most_rows, partial(_verified, target, drafter, saved))]
+    drafter = draft and ProbedDrafter(draft, target)
+    timers = [PassTimer(target, most_rows, partial(verified, target, drafter, saved))]
     if draft is not None:
         timers.append(
-            PassTimer(draft, most_rows, partial(_drafted, drafter, first_seconds, first_shares), have_several=False)
+            PassTimer(draft, most_rows, partial(drafted, drafter, first_seconds, first_shares), have_several=False)
         )
         if drafter.reads is not None:
-            timers.append(PassTimer(draft, most_rows, partial(_proposal, drafter, num_drafts=0)))
+            timers.append(PassTimer(draft, most_rows, partial(proposal, drafter, num_drafts=0)))
     for share, timer in zip((0.4, 0.6, 0.75), timers, strict=False):
         timer.begin(partial(left, share))
     for sweep in range(_SWEEPS):
-        for shapes in zip_longest(*(timer.quick(budget / (8 + sweep)) for timer in timers)):
+        by_timer = [timer.quick(budget / (8 + sweep)) for timer in timers]
+        by_timer[0] = timers[0].few_rows(by_timer[0], left)
+        for shapes in zip_longest(*by_timer):
             for timer, shape in zip(timers, shapes, strict=True):
                 if shape is not None and left() > 0:
                     timer.again(shape)
@@ -163,101 +152,9 @@ def guessed_costs(target: ModelRunner, draft: ModelRunner | None) -> CostModel:
         seconds = 0.0 if runner is None else runner.model.weight_bytes / _BYTES_PER_SECOND
         passes.append(PassSeconds([1, 10, 20], [seconds, seconds, 2 * seconds]) if seconds else None)
     of_heads: dict[str, Any] = {}
-    if draft is not None and _is_heads(draft):
+    if draft is not None and is_heads(draft):
         of_heads = {"following": PassSeconds([1, 10, 20], [0.5 * s for s in passes[1].seconds]), "first_share": 0.5}
     return CostModel(*passes, _PROPOSAL_SECONDS, _STEP_SECONDS, **_OF_SEQUENCES, **of_heads)
-
-
-def _is_heads(runner: ModelRunner) -> bool:
-    return runner.model.implementation == "heads"
-
-
-class _ProbedDrafter:
-    """A model, or heads that read a target, to propose for sequences that nobody has."""
-
-    def __init__(self, runner: ModelRunner, target: ModelRunner):
-        self.runner = runner
-        self._vocab_size = runner.model.vocab_size
-        if _is_heads(runner):
-            self._vocab_size = target.model.vocab_size
-            self._drafter: Drafter = HeadsDrafter(runner, self._vocab_size, with_probs=False)
-        else:
-            self._drafter = DraftModelDrafter(runner, self._vocab_size, 1 << 30, with_probs=False)
-        self.reads = self._drafter.hidden_states
-        self._hidden_size = target.model.hidden_size
-
-    def propose(self, rows: list[RaggedRow], num_drafts: int) -> None:
-        """So many drafts behind each of the rows, which are run. Heads may have none to make."""
-        model = self.runner.model
-        wanted = [DraftRow(i, row.token_ids, row.context_len, row.blocks, num_drafts, i) for i, row in enumerate(rows)]
-        reads = self.reads
-        if reads is not None:
-            for i, row in enumerate(wanted):
-                states = torch.zeros(len(row.token_ids), self._hidden_size, dtype=model.dtype, device=model.device)
-                hidden = HiddenStates(states if reads.last else None, (states,) * len(reads.layer_inputs))
-                token_ids = [*row.token_ids, row.token_ids[-1]]
-                wanted[i] = replace(row, token_ids=token_ids, hidden_states=hidden, hidden_position=row.context_len)
-        self._drafter.propose(wanted, SamplingBatch([_GREEDY] * len(rows), self._vocab_size, model.device))
-
-
-def _verified(target: ModelRunner, drafter: _ProbedDrafter | None, saved: list, rows: list[RaggedRow]) -> float:
-    """A pass behind others of the target and a drafter's."""
-    num_rows = sum(len(row.token_ids) for row in rows)
-    undisturbed = _warm(partial(_forward, target, rows)) if num_rows == 1 else math.nan
-    if len(rows) == 1 < num_rows <= _SMALL or target.model.device.type != "cpu":  # a graph may have to be captured
-        _forward(target, rows)
-    if drafter is None:
-        return undisturbed if num_rows == 1 else _forward(target, rows)
-    _proposal(drafter, sequences(drafter.runner, Shape(1, 1)), 2)
-    seconds = _forward(target, rows)
-    if num_rows == 1:
-        saved.append(seconds - undisturbed)
-    return seconds
-
-
-def _warm(run: Callable[[], float]) -> float:
-    """The seconds of the last of some runs."""
-    start = time.perf_counter()
-    for _ in range(_WARMING):
-        seconds = run()
-        if time.perf_counter() - start > _WARMING_SECONDS:
-            break
-    return seconds
-
-
-def _forward(runner: ModelRunner, rows: list[RaggedRow]) -> float:
-    start = time.perf_counter()
-    if runner.runs_greedy(sum(len(row.token_ids) for row in rows)):  # as a step does
-        runner.greedy(rows, runner.model.vocab_size)
-        return time.perf_counter() - start
-    cache = runner.kv_cache
-    batch = pack(rows, cache.block_size, runner.model.device, cache.block_stride)
-    output = runner.forward(batch, argmax_of=runner.model.vocab_size)
-    output.argmax.token_ids.tolist()  # waits for the device
-    return time.perf_counter() - start
-
-
-def _drafted(
-    drafter: _ProbedDrafter,
-    first_seconds: dict[int, list[float]],
-    first_shares: list[float],
-    rows: list[RaggedRow],
-) -> float:
-    """A pass of several in one proposal."""
-    one, four = (_proposal(drafter, rows, num_drafts) for num_drafts in (1, 1 + _FURTHER))
-    seconds = max((four - one) / _FURTHER, one / 8)
-    first = one
-    if drafter.reads is not None:
-        first -= _proposal(drafter, rows, 0)
-        first_shares.append(min(1.0, max(0.0, first / seconds)))
-    first_seconds.setdefault(len(rows), []).append(max(0.0, first - seconds))
-    return seconds
-
-
-def _proposal(drafter: _ProbedDrafter, rows: list[RaggedRow], num_drafts: int) -> float:
-    start = time.perf_counter()
-    drafter.propose(rows, num_drafts)
-    return time.perf_counter() - start
 
 
 def _path(target: ModelRunner, draft: ModelRunner | None, most_rows: int) -> Path | None:

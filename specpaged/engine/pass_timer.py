@@ -23,6 +23,7 @@ _CONTEXT = 256  # tokens, of the passes that say what reading KV takes
 _SEQUENCES, _FEW = 32, 8  # at most, of the passes that say what sequences and their KV take
 _KV_BYTES = 1 << 28  # at most, of their KV
 _SEVERAL = 4  # rows of a sequence, of the pass that says what a further one takes
+_A_FEW_ROWS = 8
 
 
 class Shape(NamedTuple):
@@ -85,6 +86,17 @@ class PassTimer:
         start = time.perf_counter()
         self._measured.setdefault(shape, []).append(self.run(sequences(self.runner, shape)))
         self._took[shape] = min(time.perf_counter() - start, self._took.get(shape, math.inf))
+
+    def few_rows(self, shapes: Sequence[Shape], left: Callable[[], float]) -> list[Shape]:
+        """Of these the ones of a few rows, one after the other, as in a run of steps, and again, for which they are
+        measured: behind a pass of many rows caches hold less. Returns the others.
+        """
+        few = [shape for shape in reversed(shapes) if shape.num_seqs * shape.num_rows <= _A_FEW_ROWS]
+        for run in (lambda shape: self.run(sequences(self.runner, shape)), self.again):
+            for shape in few:
+                if left() > 0:
+                    run(shape)
+        return [shape for shape in shapes if shape not in few]
 
     def quick(self, seconds: float) -> list[Shape]:
         """The quickest ones, measured in this time all together; those whose differences are to be known count half. Of

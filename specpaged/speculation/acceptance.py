@@ -10,7 +10,9 @@ MOST_POSITIONS = 16  # that have an intercept of their own; later drafts share t
 _FORGETTING = 0.93  # of what a request's older drafts have shown: the last fifteen or so count
 _FORGETTING_OF_ALL = 0.998
 _LEARNED, _LEARNS_EVERY = 600, 4  # outcomes that are all learned from; behind them, of every so many calls one is
-_FIRST_DRAFTS = 2.0  # of a request, that say most about all others
+# A request counts for so many drafts among all others, with its own average, half of it once it has had so many; and
+# each of its drafts for a little more.
+_FIRST_DRAFTS, _EACH = 4.0, 0.015
 _PRIOR_DRAFTS = 2.0  # that a new request is taken to have seen, with the outcomes of all others
 _LEARNING_RATES = (0.05, 0.01)  # at first, and once something is known
 _PLACE_RATE = 0.03
@@ -34,6 +36,11 @@ class RequestAcceptance:
         self.num_accepted = 0.0
         self.lead = 0.0  # how far that lies above the average of all requests, in logits, as of the last outcome
         self.num_tries = 0  # plans that were made to find out
+
+    def counts_for(self) -> tuple[float, float]:
+        """Among the drafts of all requests, and those of them that stood."""
+        share = _FIRST_DRAFTS / (_FIRST_DRAFTS + self.num_seen)
+        return share * self.num_seen, share * self.num_accepted
 
 
 class AcceptanceModel:
@@ -64,7 +71,8 @@ class AcceptanceModel:
     def mean(self) -> float:
         """The share of drafts that stood, lately, of requests of which nothing else is known.
 
-        A request's later outcomes count for less: whose drafts stand, has far more of them.
+        Each request counts for its own average, as of its last outcome, and hardly for more where it has many: whose
+        drafts stand, has far more of them. Nor are its first ones to speak for it, as beginnings of texts are alike.
         """
         return self.num_accepted / self.num_seen
 
@@ -148,13 +156,15 @@ class AcceptanceModel:
         lead = request.lead
         expected = self._mean_logit + self.share * lead
         error = num_accepted - num_drafts * sigmoid(expected)
-        weight = (_FIRST_DRAFTS / (_FIRST_DRAFTS + request.num_seen)) ** 2
+        seen_before, accepted_before = request.counts_for()
         keeps, ones = _decay(num_drafts)
         request.num_seen = request.num_seen * keeps + ones
         request.num_accepted = request.num_accepted * keeps + ones - num_rejected
-        keeps = _FORGETTING_OF_ALL ** (weight * num_drafts)
-        self.num_seen = self.num_seen * keeps + weight * num_drafts
-        self.num_accepted = self.num_accepted * keeps + weight * num_accepted
+        seen, accepted = request.counts_for()
+        more = seen - seen_before + _EACH * num_drafts
+        keeps = _FORGETTING_OF_ALL**more
+        self.num_seen = self.num_seen * keeps + more
+        self.num_accepted = self.num_accepted * keeps + accepted - accepted_before + _EACH * num_accepted
         self._num_calls += 1
         if self.num_outcomes < _LEARNED or self._num_calls % _LEARNS_EVERY == 0:
             for j in range(min(num_drafts, MOST_POSITIONS)):

@@ -68,14 +68,35 @@ def test_it_is_calibrated_whatever_the_drafter_believes(power):
 
 def test_without_evidence_that_says_anything_there_is_no_spread():
     rng = random.Random(6)
-    model, request, told = AcceptanceModel(), RequestAcceptance(), AcceptanceModel()
+    model, told, requests = AcceptanceModel(), AcceptanceModel(), [RequestAcceptance(), RequestAcceptance()]
     for _ in range(3000):
         x = rng.gauss(0, 2)
         stood = rng.random() < 0.6
-        model.observe(request, stood, not stood, [x])
+        model.observe(requests[0], stood, not stood, [x])
         stood = rng.random() < sigmoid(x)
-        told.observe(request, stood, not stood, [x])
+        told.observe(requests[1], stood, not stood, [x])
     assert model.spread < 0.6 < 1.5 < told.spread
+
+
+@pytest.mark.parametrize(("first", "later"), [(0.95, 0.7), (0.4, 0.8)])
+def test_the_first_drafts_of_requests_do_not_speak_for_their_later_ones(first, later):
+    rng, model = random.Random(1), AcceptanceModel()
+    means = []
+    for _ in range(200):
+        request = RequestAcceptance()
+        run(model, request, rng, first, 2)
+        run(model, request, rng, later, 30)
+        means.append(model.mean)
+    assert sum(means[50:]) / 150 == pytest.approx(later, abs=0.04)
+
+
+def test_requests_whose_drafts_stand_and_have_many_do_not_outweigh_others():
+    rng, model = random.Random(2), AcceptanceModel()
+    means = []
+    for i in range(300):
+        run(model, RequestAcceptance(), rng, (0.9, 0.2)[i % 2], (60, 6)[i % 2])
+        means.append(model.mean)
+    assert 0.5 < sum(means[50:]) / 250 < 0.7
 
 
 def test_a_request_remembers_its_last_fifteen_drafts():
