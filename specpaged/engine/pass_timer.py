@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from statistics import mean, median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from specpaged.modeling.model_runner import ModelRunner
 from specpaged.modeling.ragged_batch import RaggedRow
@@ -23,7 +23,8 @@ _CONTEXT = 256  # tokens, of the passes that say what reading KV takes
 _SEQUENCES, _FEW = 32, 8  # at most, of the passes that say what sequences and their KV take
 _KV_BYTES = 1 << 28  # at most, of their KV
 _SEVERAL = 4  # rows of a sequence, of the pass that says what a further one takes
-_A_FEW_ROWS = 8
+_A_FEW_ROWS, _TIMES = 8, 3  # and how often such passes are measured at once
+_POLISHING = 4  # times, by turns of shapes and of turns
 
 
 class Shape(NamedTuple):
@@ -61,13 +62,14 @@ class PassTimer:
         contexts = (0, self.context_len) if self.context_len else ()
         self._of_sequences = [Shape(*kind, context_len) for kind in kinds for context_len in contexts]
         self.shapes = [*of_rows[:3], *self._of_sequences, *of_rows[3:]]
-        self._measured: dict[Shape, list[float]] = {}
+        self._measured: dict[Shape, list[tuple[int, float]]] = {}  # seconds, with the turn in which it took them
+        self._turn = 0  # of some passes soon one after the other
         self._took: dict[Shape, float] = {}  # seconds that it takes to measure each, at the least
 
     @property
     def seconds(self) -> dict[Shape, float]:
         """Medians, as yet."""
-        return {shape: median(values) for shape, values in self._measured.items()}
+        return {shape: median([seconds for _, seconds in passes]) for shape, passes in self._measured.items()}
 
     def begin(self, left: Callable[[], float]) -> None:
         """Every shape once, as long as there is time; two of them in any case."""
@@ -84,24 +86,26 @@ class PassTimer:
     def again(self, shape: Shape) -> None:
         """One of them once more."""
         start = time.perf_counter()
-        self._measured.setdefault(shape, []).append(self.run(sequences(self.runner, shape)))
+        self._measured.setdefault(shape, []).append((self._turn, self.run(sequences(self.runner, shape))))
         self._took[shape] = min(time.perf_counter() - start, self._took.get(shape, math.inf))
 
     def few_rows(self, shapes: Sequence[Shape], left: Callable[[], float]) -> list[Shape]:
-        """Of these the ones of a few rows, one after the other, as in a run of steps, and again, for which they are
-        measured: behind a pass of many rows caches hold less. Returns the others.
+        """Of these the ones of a few rows, again and again as in a run of steps, and measured from the second time on:
+        behind a pass of many rows caches hold less. Returns the others.
         """
         few = [shape for shape in reversed(shapes) if shape.num_seqs * shape.num_rows <= _A_FEW_ROWS]
-        for run in (lambda shape: self.run(sequences(self.runner, shape)), self.again):
+        for i in range(1 + _TIMES):
             for shape in few:
                 if left() > 0:
-                    run(shape)
+                    self.again(shape) if i else self.run(sequences(self.runner, shape))
+        self._turn += 1
         return [shape for shape in shapes if shape not in few]
 
     def quick(self, seconds: float) -> list[Shape]:
-        """The quickest ones, measured in this time all together; those whose differences are to be known count half. Of
-        very many rows there is none.
+        """The quickest ones, measured in this time all together, which are the next turn; those whose differences are
+        to be known count half. Of very many rows there is none.
         """
+        self._turn += 1
         weights = {shape: 0.5 if shape in self._of_sequences else 1.0 for shape in self._took}
         by_seconds = sorted((s * weights[shape], shape) for shape, s in self.seconds.items())
         quickest = []
@@ -114,7 +118,7 @@ class PassTimer:
 
     def pass_seconds(self) -> PassSeconds:
         """What the shapes came to."""
-        of_shapes, num_seqs = self.seconds, self.num_seqs
+        of_shapes, num_seqs = self._usual(), self.num_seqs
         by_rows = sorted((num_rows, of_shapes[shape]) for shape, num_rows in self._rows.items() if shape in of_shapes)
         num_rows = [n for n, _ in by_rows]
         seconds = _rising([s for _, s in by_rows])
@@ -150,7 +154,19 @@ class PassTimer:
         with_kv, without = (Shape(num_seqs, num_rows, context_len) for context_len in (self.context_len, 0))
         if not self.context_len or with_kv not in self._measured or without not in self._measured:
             return None
-        return max(0.0, self.seconds[with_kv] - self.seconds[without])
+        of_shapes = self._usual()
+        return max(0.0, of_shapes[with_kv] - of_shapes[without])
+
+    def _usual(self) -> dict[Shape, float]:
+        """What passes of each shape take beside others of the same turn: a machine is now quicker, now slower, for all
+        alike (Tukey's median polish, of logarithms).
+        """
+        passes = [(turn, shape, math.log(s)) for shape, of_shape in self._measured.items() for turn, s in of_shape]
+        usual = {shape: math.log(seconds) for shape, seconds in self.seconds.items()}
+        for _ in range(_POLISHING):
+            pace = _medians((turn, log - usual[shape]) for turn, shape, log in passes)
+            usual = _medians((shape, log - pace[turn]) for turn, shape, log in passes)
+        return {shape: math.exp(log) for shape, log in usual.items()}
 
 
 def sequences(runner: ModelRunner, shape: Shape) -> list[RaggedRow]:
@@ -160,6 +176,14 @@ def sequences(runner: ModelRunner, shape: Shape) -> list[RaggedRow]:
     firsts = [1 + i * each % (cache.num_blocks - each + 1) for i in range(shape.num_seqs)]
     token_ids = [1] * shape.num_rows
     return [RaggedRow(token_ids, shape.context_len, range(n, n + each), shape.num_rows) for n in firsts]
+
+
+def _medians(values: Iterable[tuple[Any, float]]) -> dict[Any, float]:
+    """Of the values of each key."""
+    of_key: dict[Any, list[float]] = {}
+    for key, value in values:
+        of_key.setdefault(key, []).append(value)
+    return {key: median(of) for key, of in of_key.items()}
 
 
 def _rising(seconds: Sequence[float]) -> list[float]:

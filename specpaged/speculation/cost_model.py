@@ -14,7 +14,10 @@ from specpaged.speculation.surprises import FEWEST, NUM_RECENT, Surprises
 
 _WAIT = 10
 _NEWTON = 4  # steps, which double the digits that are right
-_FURTHER_ROUND = 0.25  # of what a step takes beside its passes, for each round behind the first one
+_SOME_PLAIN = 4  # steps without drafts, from which on what those with drafts take beyond them is not laid to both
+# Of what a step takes beside its passes, for each round behind the first one; and the round from which on that holds of
+# what it takes for each sequence alone: the rest of it is there once in a call, however many rounds it has.
+_FURTHER_ROUND, _FEW_ROUNDS = 0.25, 4
 _LEAST_LEFT = 0.5  # of what a proposal takes beside its passes, at once
 _BESIDES = ("seconds_per_proposal", "seconds_per_step", "seconds_per_drafting", "seconds_per_sequence")
 _BESIDES += ("seconds_saved", "first_share")
@@ -94,8 +97,12 @@ class CostModel:
 
     def rest(self, num_seqs: int, num_rounds: int = 1) -> float:
         """Of a step of so many rounds, beside its passes."""
-        share = (1.0 + _FURTHER_ROUND * (num_rounds - 1)) * self._rest_factors.get(num_seqs.bit_length(), 1.0)
-        return share * (self.seconds_per_step + num_seqs * self.seconds_per_sequence)
+        return self._rest_factors.get(num_seqs.bit_length(), 1.0) * sum(self._rest_parts(num_seqs, num_rounds))
+
+    def _rest_parts(self, num_seqs: int, num_rounds: int) -> tuple[float, float]:
+        """What is there once in a step, and what each sequence takes."""
+        once, of_each = (1.0 + _FURTHER_ROUND * (n - 1) for n in (min(num_rounds, _FEW_ROUNDS), num_rounds))
+        return once * self.seconds_per_step, of_each * num_seqs * self.seconds_per_sequence
 
     def drafting_rest(self, num_seqs: int) -> float:
         """How many times as long the rest takes where drafts are made: as it is known of the nearest octave."""
@@ -196,7 +203,7 @@ class CostModel:
             self._num_heard[octave] += 1
             self._of_rest[octave].add(math.log(seconds / expected) - self._of_target.newest)
             factor = self._of_rest[octave].take_shift()
-            self._scale_rest(factor, num_seqs)
+            self._scale_rest(factor, num_seqs, num_rounds)
             if octave in self._drafting_rests:
                 self._drafting_rests[octave] /= factor
 
@@ -214,11 +221,12 @@ class CostModel:
             if factor == 1.0:
                 return
             over_rest = factor * before  # of what was thought of steps without drafts
-            after = self._drafting_rests[octave] = max(1.0, over_rest if self._num_plain[octave] >= FEWEST else before)
-            self._scale_rest(over_rest / after, num_seqs)  # who drafts does all that others do
+            knows_plain = self._num_plain[octave] >= _SOME_PLAIN
+            after = self._drafting_rests[octave] = max(1.0, over_rest if knows_plain else before)
+            self._scale_rest(over_rest / after, num_seqs, num_rounds)  # who drafts does all that others do
 
-    def _scale_rest(self, factor: float, num_seqs: int) -> None:
-        """The rest of a step of so many sequences takes `factor` times as long as was thought.
+    def _scale_rest(self, factor: float, num_seqs: int, num_rounds: int) -> None:
+        """The rest of a step of so many sequences and rounds takes `factor` times as long as was thought.
 
         Hosts differ in how much of it is there for one sequence as for many. What has the larger part in it is moved by
         as much more, in the logarithm, as its part is larger: by the least that will do, one as uncertain as the other.
@@ -237,9 +245,9 @@ class CostModel:
             return
         self._rest_factors[octave] = self._rest_factors.get(octave, 1.0)  # the line has been moved for it
         before = [self.rest(other) for other in others]
-        of_sequences = num_seqs * self.seconds_per_sequence
-        rest = self.seconds_per_step + of_sequences
-        parts = self.seconds_per_step / rest, of_sequences / rest
+        once, of_sequences = self._rest_parts(num_seqs, num_rounds)
+        rest = once + of_sequences
+        parts = once / rest, of_sequences / rest
         move = math.log(factor) / sum(part * part for part in parts)
         for _ in range(_NEWTON):
             moved = [part * math.exp(part * move) for part in parts]

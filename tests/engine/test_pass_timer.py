@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from types import SimpleNamespace
 
 import pytest
@@ -95,6 +96,44 @@ def test_passes_of_many_rows_are_timed_where_that_leaves_most_of_the_time(monkey
     found = timer.pass_seconds()
     assert [n for n in found.num_rows if n > 48] == [64, 128, *many]
     assert found.of_rows(256) == pytest.approx(0.256)
+
+
+def test_a_machine_that_is_now_quick_now_slow_does_not_change_what_passes_take_beside_others():
+    """Every turn has a pace of its own, and seldom one pass is disturbed."""
+    rng, pace = random.Random(3), 1.0
+
+    def run(rows):
+        num_rows = sum(len(row.token_ids) for row in rows)
+        return pace * 1e-3 * (1.0 + 0.4 * num_rows) * rng.lognormvariate(0.0, 0.02) * rng.choice([1.0] * 9 + [3.0])
+
+    timer = PassTimer(runner_of(max_model_len=4), 64, run)
+    timer.begin(lambda: 1e9)
+    for _ in range(12):
+        pace = rng.choice((1.0, 1.0, 1.5, 2.0))
+        for shape in timer.few_rows(timer.quick(1e9), lambda: 1.0):
+            timer.again(shape)
+    found = timer.pass_seconds()
+    for num_rows in (2, 3, 4, 6, 8, 12, 24):
+        expected = (1.0 + 0.4 * num_rows) / 1.4
+        assert found.of_rows(num_rows) / found.of_rows(1) == pytest.approx(expected, rel=0.03), num_rows
+
+
+def test_passes_of_a_few_rows_are_measured_in_a_run_of_such():
+    """Behind one of many rows, a pass takes twice as long."""
+    last = [1]
+
+    def run(rows):
+        num_rows, before = sum(len(row.token_ids) for row in rows), last[0]
+        last[0] = num_rows
+        return 1e-3 * (1.0 + 0.4 * num_rows) * (2.0 if num_rows <= 8 < before else 1.0)
+
+    timer = PassTimer(runner_of(max_model_len=4), 64, run)
+    timer.begin(lambda: 1e9)
+    for _ in range(4):
+        for shape in timer.few_rows(timer.quick(1e9), lambda: 1.0):
+            timer.again(shape)
+    found = timer.pass_seconds()
+    assert [found.of_rows(n) for n in (1, 2, 4, 7)] == pytest.approx([1.4e-3, 1.8e-3, 2.6e-3, 3.8e-3], rel=0.01)
 
 
 @pytest.fixture

@@ -141,6 +141,16 @@ def test_what_a_call_takes_beside_its_rounds_is_not_taken_for_what_each_round_wo
     assert model.rest(4) == pytest.approx(0.35 / (1 + 3 * _FURTHER_ROUND), rel=0.05)
 
 
+def test_what_is_there_once_in_a_call_is_not_there_in_each_of_many_rounds():
+    """A call of 2 to 16 rounds takes 0.5 once, and 0.02 for each."""
+    model = CostModel(PassSeconds(NODES, known()), seconds_per_step=0.07, seconds_per_sequence=0.02)
+    for num_rounds in (2, 16, 4, 6, 16, 12) * 20:
+        model.observe_target(PassShape(16, 1), model.target.of_rows(16))
+        model.observe_rest(0.5 + 0.02 * num_rounds, 1, num_rounds)
+    for num_rounds in (4, 6, 16):
+        assert model.rest(1, num_rounds) == pytest.approx(0.5 + 0.02 * num_rounds, rel=0.25)
+
+
 @pytest.mark.parametrize(("per_step", "per_sequence"), [(0.45, 0.02), (0.02, 0.06)])
 def test_what_a_host_takes_for_many_is_not_concluded_from_what_it_takes_for_one(per_step, per_sequence):
     """Nor the other way round: hosts differ in which part is the larger one."""
