@@ -43,7 +43,7 @@ _STEP_SECONDS, _SEQUENCE_SECONDS = 7e-5, 2.3e-5
 _PROPOSAL_SECONDS, _DRAFTING_SECONDS = 7e-5, 4e-5
 _OF_SEQUENCES = {"seconds_per_drafting": _DRAFTING_SECONDS, "seconds_per_sequence": _SEQUENCE_SECONDS}
 _BYTES_PER_SECOND = 1e10  # of weights, where nothing can be measured
-_VERSION = 32  # of what is kept
+_VERSION = 33  # of what is kept
 
 
 def get_planner(
@@ -101,8 +101,8 @@ def probe(target: ModelRunner, draft: ModelRunner | None, most_rows: int, budget
     """The costs of a pair's passes, measured now within `budget` seconds.
 
     Both models by turns, pass by pass: what is in the way comes in bursts, while what passes take beside each other
-    decides. Of its weights the target finds in the caches what a drafter leaves there, as in steps that draft, and
-    passes of a few rows what others of a few rows do.
+    decides. Of its weights the target finds in the caches what a drafter leaves there, as in steps that draft. Its
+    passes of a few rows go first, in runs, as they do in steps.
     """
     start = time.perf_counter()
 
@@ -123,7 +123,7 @@ def probe(target: ModelRunner, draft: ModelRunner | None, most_rows: int, budget
     for share, timer in zip((0.4, 0.6, 0.75), timers, strict=False):
         timer.begin(partial(left, share))
     for sweep in range(_SWEEPS):
-        by_timer = [timer.quick(budget / (8 + sweep)) for timer in timers]
+        by_timer = [timer.quick(budget / (8 + sweep), in_runs=timer is timers[0]) for timer in timers]
         by_timer[0] = timers[0].few_rows(by_timer[0], left)
         for shapes in zip_longest(*by_timer):
             for timer, shape in zip(timers, shapes, strict=True):

@@ -23,7 +23,7 @@ _CONTEXT = 256  # tokens, of the passes that say what reading KV takes
 _SEQUENCES, _FEW = 32, 8  # at most, of the passes that say what sequences and their KV take
 _KV_BYTES = 1 << 28  # at most, of their KV
 _SEVERAL = 4  # rows of a sequence, of the pass that says what a further one takes
-_A_FEW_ROWS, _TIMES = 8, 3  # and how often such passes are measured at once
+_FEW_ROWS, _TIMES = 8, 3  # and how often passes of so few are measured at once, once they were run
 _POLISHING = 4  # times, by turns of shapes and of turns
 
 
@@ -33,6 +33,11 @@ class Shape(NamedTuple):
     num_seqs: int
     num_rows: int  # of each
     context_len: int = 0  # tokens of KV of each, before them
+
+    @property
+    def is_of_few_rows(self) -> bool:
+        """Whether its passes differ by what others leave in the caches."""
+        return self.num_seqs * self.num_rows <= _FEW_ROWS
 
 
 class PassTimer:
@@ -93,24 +98,27 @@ class PassTimer:
         """Of these the ones of a few rows, again and again as in a run of steps, and measured from the second time on:
         behind a pass of many rows caches hold less. Returns the others.
         """
-        few = [shape for shape in reversed(shapes) if shape.num_seqs * shape.num_rows <= _A_FEW_ROWS]
-        for i in range(1 + _TIMES):
+        few = [shape for shape in reversed(shapes) if shape.is_of_few_rows]
+        for time_of_it in range(1 + _TIMES):
             for shape in few:
-                if left() > 0:
-                    self.again(shape) if i else self.run(sequences(self.runner, shape))
-        self._turn += 1
+                if left() <= 0:
+                    break
+                if time_of_it == 0:
+                    self.run(sequences(self.runner, shape))
+                else:
+                    self.again(shape)
         return [shape for shape in shapes if shape not in few]
 
-    def quick(self, seconds: float) -> list[Shape]:
+    def quick(self, seconds: float, in_runs: bool = False) -> list[Shape]:
         """The quickest ones, measured in this time all together, which are the next turn; those whose differences are
-        to be known count half. Of very many rows there is none.
+        to be known count half, and those of a few rows more if they go by `few_rows`. Of very many rows there is none.
         """
         self._turn += 1
         weights = {shape: 0.5 if shape in self._of_sequences else 1.0 for shape in self._took}
         by_seconds = sorted((s * weights[shape], shape) for shape, s in self.seconds.items())
         quickest = []
         for _, shape in by_seconds:
-            seconds -= weights[shape] * self._took[shape]
+            seconds -= weights[shape] * self._took[shape] * (1 + _TIMES if in_runs and shape.is_of_few_rows else 1)
             if seconds < 0:
                 break
             quickest.append(shape)
@@ -122,14 +130,14 @@ class PassTimer:
         by_rows = sorted((num_rows, of_shapes[shape]) for shape, num_rows in self._rows.items() if shape in of_shapes)
         num_rows = [n for n, _ in by_rows]
         seconds = _rising([s for _, s in by_rows])
-        of_kv = self._kv_seconds(num_seqs, 1)
+        of_kv = self._kv_seconds(of_shapes, num_seqs, 1)
         if of_kv is None:
             return PassSeconds(num_rows, seconds)
         together = of_shapes.get(Shape(1, num_seqs), math.inf)
         per_sequence = max(0.0, of_shapes[Shape(num_seqs, 1)] - together) / (num_seqs - 1)
         num_kv_tokens = num_seqs * self.context_len
         per_token = of_kv / num_kv_tokens
-        of_few, of_several = self._kv_seconds(self._num_few, 1), self._kv_seconds(self._num_few, _SEVERAL)
+        of_few, of_several = (self._kv_seconds(of_shapes, self._num_few, n) for n in (1, _SEVERAL))
         near = self._num_few * self.context_len
         per_row = 0.0
         if of_few is not None and of_several is not None:
@@ -149,12 +157,11 @@ class PassTimer:
         own = [n * (n - 1) / 2 * per_row if n in together else 0.0 for n in num_rows]
         return _rising([max(s / 2, s - of_own) for s, of_own in zip(seconds, own, strict=True)])
 
-    def _kv_seconds(self, num_seqs: int, num_rows: int) -> float | None:
+    def _kv_seconds(self, of_shapes: dict[Shape, float], num_seqs: int, num_rows: int) -> float | None:
         """What these sequences' KV takes; None where that has not been timed."""
         with_kv, without = (Shape(num_seqs, num_rows, context_len) for context_len in (self.context_len, 0))
-        if not self.context_len or with_kv not in self._measured or without not in self._measured:
+        if not self.context_len or with_kv not in of_shapes or without not in of_shapes:
             return None
-        of_shapes = self._usual()
         return max(0.0, of_shapes[with_kv] - of_shapes[without])
 
     def _usual(self) -> dict[Shape, float]:
@@ -162,7 +169,7 @@ class PassTimer:
         alike (Tukey's median polish, of logarithms).
         """
         passes = [(turn, shape, math.log(s)) for shape, of_shape in self._measured.items() for turn, s in of_shape]
-        usual = {shape: math.log(seconds) for shape, seconds in self.seconds.items()}
+        usual = {shape: math.log(of_shape[0][1]) for shape, of_shape in self._measured.items()}  # all of the first turn
         for _ in range(_POLISHING):
             pace = _medians((turn, log - usual[shape]) for turn, shape, log in passes)
             usual = _medians((shape, log - pace[turn]) for turn, shape, log in passes)

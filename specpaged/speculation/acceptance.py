@@ -12,7 +12,8 @@ _FORGETTING_OF_ALL = 0.998
 _LEARNED, _LEARNS_EVERY = 600, 4  # outcomes that are all learned from; behind them, of every so many calls one is
 # A request counts for so many drafts among all others, with its own average, half of it once it has had so many; and
 # each of its drafts for a little more.
-_FIRST_DRAFTS, _EACH = 4.0, 0.015
+_COUNTS_FOR, _EACH = 4.0, 0.015
+_SHOWS = 4.0  # drafts of a request, from which on it says how far requests lie apart
 _PRIOR_DRAFTS = 2.0  # that a new request is taken to have seen, with the outcomes of all others
 _LEARNING_RATES = (0.05, 0.01)  # at first, and once something is known
 _PLACE_RATE = 0.03
@@ -29,18 +30,16 @@ _MOST_LOGIT = 6.0  # certainty is never believed
 class RequestAcceptance:
     """What the drafts of one request have shown: an average that forgets."""
 
-    __slots__ = ("lead", "num_accepted", "num_seen", "num_tries")
+    __slots__ = ("counted", "lead", "num_accepted", "num_seen", "num_tries")
 
     def __init__(self) -> None:
         self.num_seen = 0.0  # drafts of which all before have stood, older ones for less
         self.num_accepted = 0.0
         self.lead = 0.0  # how far that lies above the average of all requests, in logits, as of the last outcome
         self.num_tries = 0  # plans that were made to find out
-
-    def counts_for(self) -> tuple[float, float]:
-        """Among the drafts of all requests, and those of them that stood."""
-        share = _FIRST_DRAFTS / (_FIRST_DRAFTS + self.num_seen)
-        return share * self.num_seen, share * self.num_accepted
+        # What it counts for among the drafts of all requests, and those of them that stood; and how much all had
+        # counted for by then, of which older ones are forgotten.
+        self.counted = 0.0, 0.0, 0.0
 
 
 class AcceptanceModel:
@@ -62,6 +61,7 @@ class AcceptanceModel:
         self.variance = 0.0  # of logit p around what was expected of the request
         self.num_seen = self._num_guessed = 6.0
         self.num_accepted = self.num_seen * prior
+        self._num_counted = 0.0  # with all that is forgotten
         self.lead_variance = 1.0  # of requests' leads
         self.num_outcomes = 0
         self._num_calls = 0
@@ -156,15 +156,10 @@ class AcceptanceModel:
         lead = request.lead
         expected = self._mean_logit + self.share * lead
         error = num_accepted - num_drafts * sigmoid(expected)
-        seen_before, accepted_before = request.counts_for()
         keeps, ones = _decay(num_drafts)
         request.num_seen = request.num_seen * keeps + ones
         request.num_accepted = request.num_accepted * keeps + ones - num_rejected
-        seen, accepted = request.counts_for()
-        more = seen - seen_before + _EACH * num_drafts
-        keeps = _FORGETTING_OF_ALL**more
-        self.num_seen = self.num_seen * keeps + more
-        self.num_accepted = self.num_accepted * keeps + accepted - accepted_before + _EACH * num_accepted
+        self._count(request, num_drafts, num_accepted)
         self._num_calls += 1
         if self.num_outcomes < _LEARNED or self._num_calls % _LEARNS_EVERY == 0:
             for j in range(min(num_drafts, MOST_POSITIONS)):
@@ -179,8 +174,21 @@ class AcceptanceModel:
         self._mean_logit = logit(mean)
         own = (request.num_accepted + _PRIOR_DRAFTS * mean) / (request.num_seen + _PRIOR_DRAFTS)
         request.lead = logit(own) - self._mean_logit
-        if request.num_seen > _FIRST_DRAFTS:
+        if request.num_seen > _SHOWS:
             self.lead_variance += _SPREAD_RATE * (request.lead**2 - self.lead_variance)
+
+    def _count(self, request: RequestAcceptance, num_drafts: int, num_accepted: int) -> None:
+        """Among all requests' drafts, what the request shows by now takes the place of what is left of what it did."""
+        seen_before, accepted_before, then = request.counted
+        left = _FORGETTING_OF_ALL ** (self._num_counted - then)
+        share = _COUNTS_FOR / (_COUNTS_FOR + request.num_seen)
+        seen, accepted = share * request.num_seen, share * request.num_accepted
+        more = max(0.0, seen - seen_before) + _EACH * num_drafts
+        keeps = _FORGETTING_OF_ALL**more
+        self.num_seen = (self.num_seen - left * seen_before) * keeps + seen + _EACH * num_drafts
+        self.num_accepted = (self.num_accepted - left * accepted_before) * keeps + accepted + _EACH * num_accepted
+        self._num_counted += more
+        request.counted = seen, accepted, self._num_counted
 
     def _learn(self, x: float, j: int, lead: float, stood: bool, expected: float) -> None:
         value = self.slope * x + self.intercepts[j] + self.request_weight * lead

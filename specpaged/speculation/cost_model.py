@@ -14,9 +14,8 @@ from specpaged.speculation.surprises import FEWEST, NUM_RECENT, Surprises
 
 _WAIT = 10
 _NEWTON = 4  # steps, which double the digits that are right
-_SOME_PLAIN = 4  # steps without drafts, from which on what those with drafts take beyond them is not laid to both
-# Of what a step takes beside its passes, for each round behind the first one; and the round from which on that holds of
-# what it takes for each sequence alone: the rest of it is there once in a call, however many rounds it has.
+# Of what a step takes beside its passes, for each round behind the first one. What is there once in a call does not
+# grow beyond so many rounds; what is there for each sequence does.
 _FURTHER_ROUND, _FEW_ROUNDS = 0.25, 4
 _LEAST_LEFT = 0.5  # of what a proposal takes beside its passes, at once
 _BESIDES = ("seconds_per_proposal", "seconds_per_step", "seconds_per_drafting", "seconds_per_sequence")
@@ -40,9 +39,10 @@ class CostModel:
     in common: a host's own work. That, too, is no straight line in B: what an octave of it has shown says nothing of
     others that are known.
 
-    A host that makes one step of several rounds takes hardly more for all of them: each further round adds a share. So
-    it does of `plain_rounds` where nothing is drafted, and of `drafting_rounds` elsewhere. There, drafts may be made in
-    the rounds themselves: of a round, `proposals_per_round` have a proposal of their own.
+    A host that makes one step of several rounds takes hardly more for all of them: each further round adds a share of
+    what there is for each sequence, and the first few of what is there once. So it does of `plain_rounds` where nothing
+    is drafted, and of `drafting_rounds` elsewhere. There, drafts may be made in the rounds themselves: of a round,
+    `proposals_per_round` have a proposal of their own.
     """
 
     def __init__(
@@ -101,7 +101,8 @@ class CostModel:
 
     def _rest_parts(self, num_seqs: int, num_rounds: int) -> tuple[float, float]:
         """What is there once in a step, and what each sequence takes."""
-        once, of_each = (1.0 + _FURTHER_ROUND * (n - 1) for n in (min(num_rounds, _FEW_ROUNDS), num_rounds))
+        once = 1.0 + _FURTHER_ROUND * (min(num_rounds, _FEW_ROUNDS) - 1)
+        of_each = 1.0 + _FURTHER_ROUND * (num_rounds - 1)
         return once * self.seconds_per_step, of_each * num_seqs * self.seconds_per_sequence
 
     def drafting_rest(self, num_seqs: int) -> float:
@@ -221,8 +222,7 @@ class CostModel:
             if factor == 1.0:
                 return
             over_rest = factor * before  # of what was thought of steps without drafts
-            knows_plain = self._num_plain[octave] >= _SOME_PLAIN
-            after = self._drafting_rests[octave] = max(1.0, over_rest if knows_plain else before)
+            after = self._drafting_rests[octave] = max(1.0, over_rest if self._num_plain[octave] >= FEWEST else before)
             self._scale_rest(over_rest / after, num_seqs, num_rounds)  # who drafts does all that others do
 
     def _scale_rest(self, factor: float, num_seqs: int, num_rounds: int) -> None:

@@ -90,13 +90,15 @@ def test_the_first_drafts_of_requests_do_not_speak_for_their_later_ones(first, l
     assert sum(means[50:]) / 150 == pytest.approx(later, abs=0.04)
 
 
-def test_requests_whose_drafts_stand_and_have_many_do_not_outweigh_others():
+@pytest.mark.parametrize(("before", "after"), [(0.9, 0.3), (0.3, 0.8)])
+def test_the_mean_of_a_large_batch_whose_texts_all_turn_is_one_of_shares(before, after):
     rng, model = random.Random(2), AcceptanceModel()
-    means = []
-    for i in range(300):
-        run(model, RequestAcceptance(), rng, (0.9, 0.2)[i % 2], (60, 6)[i % 2])
-        means.append(model.mean)
-    assert 0.5 < sum(means[50:]) / 250 < 0.7
+    requests = [RequestAcceptance() for _ in range(256)]
+    for of_turn in [before] * 30 + [after] * 60:
+        for request in requests:
+            run(model, request, rng, of_turn, 1)
+            assert 0.0 <= model.num_accepted <= model.num_seen
+    assert model.mean == pytest.approx(after, abs=0.08)
 
 
 def test_a_request_remembers_its_last_fifteen_drafts():
