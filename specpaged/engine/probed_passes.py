@@ -60,8 +60,8 @@ class ProbedDrafter:
 
 
 def verified(target: ModelRunner, drafter: ProbedDrafter | None, saved: list, rows: list[RaggedRow]) -> float:
-    """The seconds of a target's pass, behind a drafter's if there is one. `saved` gets what one of a row takes less in a
-    run of others alike.
+    """The seconds of a target's pass, behind a drafter's if there is one. `saved` gets what one of a row takes less in
+    a run of others alike.
     """
     run = partial(_forward, target, rows)
     if target.model.device.type != "cpu":  # a graph may have to be captured
