@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from specpaged.engine import cost_probe
+from specpaged.engine import cost_probe, probed_passes
 from specpaged.engine.cost_probe import guessed_costs, measured_costs, probe
 from specpaged.speculation.pass_seconds import PassShape
 from tests.engine.test_engine import make_llm
@@ -101,3 +103,28 @@ def test_nowhere_to_keep_it_is_no_reason_not_to_start(pair, tmp_path, monkeypatc
     monkeypatch.setattr(cost_probe, "BUDGET", 0.05)
     is_sound(measured_costs(*pair, 20))
     assert "not kept" in caplog.text
+
+
+def test_what_a_pass_of_one_row_saves_in_a_run_of_others_is_told_from_one_behind_a_drafter(monkeypatch):
+    """Its first four passes behind a drafter's take longer."""
+    num_since = 0
+
+    def forward(*_):
+        nonlocal num_since
+        num_since += 1
+        return 3e-4 if num_since > 4 else 4e-4
+
+    def proposal(*_):
+        nonlocal num_since
+        num_since = 0
+        return 1e-4
+
+    monkeypatch.setattr(probed_passes, "_forward", forward)
+    monkeypatch.setattr(probed_passes, "proposal", proposal)
+    monkeypatch.setattr(probed_passes, "sequences", lambda *_: [])
+    target = SimpleNamespace(model=SimpleNamespace(device=torch.device("cpu")))
+    drafter, saved = SimpleNamespace(runner=None), []
+    for num_rows in (1, 2, 1):
+        rows = [SimpleNamespace(token_ids=[1] * num_rows)]
+        assert probed_passes.verified(target, drafter, saved, rows) == 4e-4
+    assert saved == pytest.approx([1e-4, 1e-4])
