@@ -29,7 +29,8 @@ class DraftRow:
     `context_len` on); `blocks` covers them and `num_draft_tokens - 1` slots more. With `num_draft_tokens` = 0
     the drafter only catches up; otherwise `request_idx` is the sequence's index in the sampling batch. With
     `num_looked_back` it has one, too, and the drafter says what it would have drafted behind so many of `token_ids`,
-    the last ones. `lookup` says when it takes a lookup's draft in place of the model's, where there are several
+    the last ones; if it `is_glance`, these are the sequence's last ones as if they were all, and their KV is nobody's
+    afterwards. `lookup` says when it takes a lookup's draft in place of the model's, where there are several
     drafters: its `num_tokens` fit behind the known ones, too, and it has a `request_idx`.
 
     A drafter that reads the target gets the hidden states of the known tokens that the target has just run, in every
@@ -55,6 +56,7 @@ class DraftRow:
     hidden_position: int = 0
     num_looked_back: int = 0
     lookup: LookupChoice | None = None
+    is_glance: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
+
 from specpaged.engine.sequence import Sequence
 from specpaged.paging.page_table import DRAFT
-from specpaged.speculation.controller import Candidate
+from specpaged.speculation.controller import GLANCE, Candidate
 
 
 def candidate_of(sequence: Sequence, follows_target: bool) -> Candidate:
     """Of a drafter that runs whatever the target runs, if it `follows_target`: nobody has to catch up, or can."""
     lag, unseen = (1, 0) if follows_target else (draft_lag(sequence), num_unseen(sequence))
-    return Candidate(sequence, sequence.max_draft_tokens, lag, unseen, sequence.num_tokens, num_left(sequence))
+    most, left = sequence.max_draft_tokens, num_left(sequence)
+    may_glance = lag > GLANCE and bool(glanced_blocks(sequence))
+    return Candidate(sequence, most, lag, unseen, sequence.num_tokens, left, may_glance)
+
+
+def glanced_blocks(sequence: Sequence) -> SequenceOf[int]:
+    """Where the drafter may put the KV of the last GLANCE tokens that the target has run, as if they were all."""
+    return sequence.page_table.draft_scratch(GLANCE, len(sequence.prompt_token_ids))
 
 
 def draft_lag(sequence: Sequence) -> int:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from specpaged.drafting.base import DraftRow
+from specpaged.engine.candidate import glanced_blocks
 from specpaged.engine.scheduler import ScheduledSequence
+from specpaged.engine.sequence import Sequence
 from specpaged.modeling.forward_output import HiddenStates
 from specpaged.paging.page_table import DRAFT, TARGET
+from specpaged.speculation.controller import GLANCE
 from specpaged.speculation.lookup_choice import LookupChoice
 
 
@@ -71,3 +74,17 @@ def draft_row(
     return DraftRow(
         sequence, token_ids, start, blocks, k, request_idx, hidden, hidden_position, num_looked_back, lookup
     )
+
+
+def glance_row(sequence: Sequence, request_idx: int) -> list[DraftRow]:
+    """The row of a sequence whose last tokens the drafter reads as if they were all; none if there is no room for it.
+
+    Nothing of that is kept. It says what it would have drafted behind the later half of them: behind the others it has
+    read too little.
+    """
+    blocks, end = glanced_blocks(sequence), sequence.page_table.context_lens[TARGET]
+    if not blocks:
+        return []
+    num_looked_back = min(GLANCE // 2, len(sequence.output_token_ids))
+    token_ids = sequence.token_ids[end - GLANCE : end]
+    return [DraftRow(sequence, token_ids, 0, blocks, 0, request_idx, num_looked_back=num_looked_back, is_glance=True)]

@@ -14,7 +14,7 @@ from specpaged.drafting.combined import CombinedDrafter
 from specpaged.drafting.draft import NO_DRAFT, Draft
 from specpaged.drafting.draft_model import DraftModelDrafter
 from specpaged.engine.candidate import num_unseen
-from specpaged.engine.draft_row import draft_row, lacks_hidden_states
+from specpaged.engine.draft_row import draft_row, glance_row, lacks_hidden_states
 from specpaged.engine.sequence import Sequence
 from specpaged.paging.block_allocator import IntegrityError
 from specpaged.paging.page_table import DRAFT
@@ -106,7 +106,11 @@ class Proposal:
                 step.planner.clock.proposed(rows, drafts)
             for sequence, looked_back in zip(self.looking, drafts[num_drafting:], strict=True):
                 step.planner.look_back(sequence, looked_back.token_ids)
-        run = [(row, len(drafts[row.request_idx]) if row.num_draft_tokens else 0) for row in rows if row.token_ids]
+        run = [
+            (row, len(drafts[row.request_idx]) if row.num_draft_tokens else 0)
+            for row in rows
+            if row.token_ids and not row.is_glance
+        ]
         return drafts[:num_drafting], run
 
 
@@ -124,6 +128,7 @@ def prepare(step: SpeculativeStep, scored: ScoredStep, reserve: Reserve) -> Prop
     going_on = [e.sequence for e in scored.entries if e.samples and not e.sequence.has_ended]
     plan, counts = _plan(step, going_on, reserve, scored.num_rounds)
     looking = [going_on[i] for i in plan.looks_back if not counts[i]]
+    glancing = {going_on[i] for i in plan.glances}
     drafts_nothing = not (any(counts) or any(plan.lookups) or looking)
     if step.planner is not None and drafts_nothing and not (scored.hidden_states or step.follows_target):
         return None  # plain decoding
@@ -146,6 +151,9 @@ def prepare(step: SpeculativeStep, scored: ScoredStep, reserve: Reserve) -> Prop
         looks = sequence in looking_idx
         if looks and sequence in lookups:  # its drafts, if any, and what it looks back at are two rows
             rows.append(DraftRow(sequence, (), 0, (), 0, request_idx[sequence], lookup=lookups.pop(sequence)))
+        if looks and sequence in glancing:
+            rows += glance_row(sequence, looking_idx[sequence])
+            continue
         row = draft_row(
             entry,
             num_draft_tokens.get(sequence, 0),
@@ -192,9 +200,10 @@ def _plan(
         plan = replace(plan, num_draft_tokens=list(plan.without_rule), stop_rule=None)
     if step.agree is not None and going_on:
         most = [0 if choice is None else choice.num_tokens for choice in plan.lookups]
-        counts, looks_back, most = step.agree([plan.num_draft_tokens, list(plan.looks_back), most])
+        looks_back, glances = list(plan.looks_back), list(plan.glances)
+        counts, looks_back, glances, most = step.agree([plan.num_draft_tokens, looks_back, glances, most])
         lookups = [combined.choice(*of) for of in zip(most, counts, strict=True)] if any(most) else ()
-        plan = replace(plan, num_draft_tokens=counts, looks_back=looks_back, lookups=lookups)
+        plan = replace(plan, num_draft_tokens=counts, looks_back=looks_back, glances=glances, lookups=lookups)
     counts = plan.num_draft_tokens
     if not any(plan.lookups):
         return plan, reserve(going_on, counts) if any(counts) else counts

@@ -49,6 +49,10 @@ class LeasedPageTable(PageTable):
         self.num_published = [0] * len(context_lens)
 
     @override
+    def draft_scratch(self, num_tokens: int, first_token: int) -> Sequence[int]:
+        return ()  # their owner may lend a block to several
+
+    @override
     def advance(self, pool: int, num_tokens: int) -> None:
         self._check_pool(pool)
         room = self.capacity - self.context_lens[pool]

@@ -94,6 +94,24 @@ class PageTable:
         """
         return num_drafts
 
+    def draft_scratch(self, num_tokens: int, first_token: int) -> Sequence[int]:
+        """Blocks with room for num_tokens tokens in the draft's pool that holds nothing there, the last ones that the
+        target's tokens lie in; nothing where there are none.
+
+        They are behind `first_token`, from which on the blocks are no cached ones that the table has adopted, and
+        nobody else's: whoever shares a block may be about to write there. S = 4, 6 tokens, first_token 3:
+
+            target  |xxxx|xxxx|xxxx|xx..|
+            draft   |oo..|....|ssss|ss..|      the last two blocks
+        """
+        size, blocks = self.block_size, self.blocks
+        end = -(-self.context_lens[TARGET] // size)
+        start = end - -(-num_tokens // size)
+        if start < -(-max(first_token, self.context_lens[DRAFT]) // size):
+            return ()
+        scratch = blocks[start:end]
+        return scratch if all(self._allocator.ref_count(block) == 1 for block in scratch) else ()
+
     @property
     def capacity(self) -> int:
         """The number of tokens that the blocks have room for."""

@@ -96,6 +96,10 @@ class SplitPageTable(PageTable):
         self.drop_draft()
         return None
 
+    @override
+    def draft_scratch(self, num_tokens: int, first_token: int) -> Sequence[int]:
+        return ()  # the draft's blocks are no more than it reads
+
     def drop_draft(self) -> int:
         """Give up the draft's KV. Returns how many blocks it had."""
         num_dropped = self.draft.free()

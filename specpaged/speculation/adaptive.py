@@ -36,6 +36,7 @@ _REPAID_WITHIN = 128  # tokens at most
 _WILL_COME, _SAY_SO = 0.5, (4, 64)
 _SOON = 4  # steps that a plan is good for, which is to find out what comes of some requests' drafts
 _TOLD_APART = 0.6  # in logits: of less spread, evidence says too little to stop a proposal by
+_LEAST_TRIAL = 0.05  # of a plain step, what one of a trial costs: were they free, nobody would look any more
 _BEYOND = 0.8  # of what a row costs to a rule: what those beyond the planned ones do, where that is more
 
 
@@ -116,12 +117,12 @@ class AdaptiveController(MeasuringController):
             return Plan(tried, num_steps=TRIAL_STEPS, is_trial=True, tries_rows=not self._is_drafting)
         self.selecting.is_ruled = stop_rule is not None and len(candidates) == 1
         num_seen = [self._requests[c.sequence].num_seen for c in candidates]
-        looks = self.looks.choose(candidates, deepest, num_seen) if self.looks_back else ()
+        looks, glances = self.looks.choose(candidates, deepest, num_seen) if self.looks_back else ((), ())
         num_steps = self.length.of(deepest)
         drafting = [self._requests[c.sequence] for c, count in zip(candidates, deepest, strict=True) if count]
         if tries := self.acceptance.tries(drafting, len(candidates)):
             num_steps = min(_SOON, num_steps)
-        return Plan(deepest, looks, stop_rule, counts, num_steps, is_provisional=tries)
+        return Plan(deepest, looks, stop_rule, counts, num_steps, is_provisional=tries, glances=glances)
 
     @override
     def selects(self) -> bool:
@@ -161,6 +162,7 @@ class AdaptiveController(MeasuringController):
     @override
     def forget(self, sequence: Hashable) -> None:
         self._requests.pop(sequence, None)
+        self.looks.forget(sequence)
 
     @property
     def num_requests(self) -> int:
@@ -234,7 +236,8 @@ class AdaptiveController(MeasuringController):
         def price(num_rows: int) -> float:
             times, costs = self._times.of(num_seqs, num_rows), self.costs
             alone = costs.rest(num_seqs) - costs.rest(num_seqs, costs.drafting_rounds) / costs.drafting_rounds
-            return TRIAL_STEPS * (times.verify[num_rows] + alone - times.plain)  # each round is a step of its own
+            more = times.verify[num_rows] + alone - times.plain  # each round is a step of its own
+            return TRIAL_STEPS * max(_LEAST_TRIAL * times.plain, more)
 
         counts = self.trials.next_rows(num_seqs, seconds, hopeful, price)
         return None if counts is None else [min(count, c.most) for count, c in zip(counts, candidates, strict=True)]

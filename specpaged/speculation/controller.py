@@ -13,6 +13,8 @@ from specpaged.speculation.lookup_choice import LookupChoice
 from specpaged.speculation.pass_seconds import PassShape
 from specpaged.speculation.stop_rule import StopRule
 
+GLANCE = 32  # tokens
+
 
 @dataclass(slots=True)
 class Candidate:
@@ -24,6 +26,7 @@ class Candidate:
     num_unseen: int = 0  # of them, those that it can look back at: not the prompt's, nor the newest one
     context_len: int = 0  # known tokens
     num_left: int | None = None  # tokens that may still come, where that is known
+    may_glance: bool = False  # whether the drafter can look at its last GLANCE tokens as if they were all
 
 
 @dataclass(slots=True)
@@ -31,7 +34,8 @@ class Plan:
     """What the drafter is to do: so many drafts of each candidate, and whose tokens it looks back at.
 
     Looking back, it runs what it has not seen of a sequence, and says what it would have drafted there: for the price
-    of a pass, as many outcomes as there are tokens.
+    of a pass, as many outcomes as there are tokens. Who is too far behind for that may be glanced at: the last GLANCE
+    tokens alone are run, and the drafter says what it would have drafted behind the later half of them.
     """
 
     num_draft_tokens: list[int]
@@ -45,6 +49,7 @@ class Plan:
     tries_rows: bool = False  # it is a trial of the target's passes alone: any tokens will do as drafts
     # Of each candidate, when it takes what a lookup beside the model finds, in place of those drafts; none: never.
     lookups: Sequence[LookupChoice | None] = ()
+    glances: Sequence[int] = ()  # of those it looks back at, whose last GLANCE tokens are all that the drafter reads
 
 
 class Controller(Protocol):

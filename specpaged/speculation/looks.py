@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Hashable, Sequence
 
-from specpaged.speculation.controller import Candidate
+from specpaged.speculation.controller import GLANCE, Candidate
 from specpaged.speculation.cost_model import CostModel
 
 SHORTEST = 4  # tokens: a pass of a few rows costs hardly more than one of one
@@ -22,6 +23,7 @@ class Looks:
         self.credit = costs.target.of_rows(1)  # in advance: at first nothing is known of any drafts
         self.most = 4.0 * self.credit
         self._num_looks = self._num_in_vain = 0
+        self._glanced: dict[Hashable, int] = {}  # tokens that each had by its last glance
 
     def earn(self, seconds: float, most: float) -> None:
         """More credit, up to `most` in all: what nobody needed for long is not spent at once later; and not all of it,
@@ -34,13 +36,14 @@ class Looks:
 
     def choose(
         self, candidates: Sequence[Candidate], counts: Sequence[int], num_outcomes: Sequence[float]
-    ) -> list[int]:
+    ) -> tuple[list[int], list[int]]:
         """Whom there is credit to look back at, of those that have no drafts by `counts`: indices of candidates.
 
         Of each so many outcomes are known. Where others draft, their first pass has room for a few rows more; else it
         takes one of its own, for which a few tokens should have come together. Who is too far behind for the credit is
-        given up; but prompts are long, and of nobody's drafts would ever be known whether they stand: one may be looked
-        at on debt.
+        glanced at, if that can be done, as often as there are tokens that no glance has seen: which of the chosen ones
+        comes second. Else who is too far behind is given up; but prompts are long, and of nobody's drafts would ever be
+        known whether they stand: one may be looked at on debt.
         """
         is_alone = not any(counts)
         if not is_alone:
@@ -51,22 +54,36 @@ class Looks:
             if not count and candidate.most and candidate.num_unseen > (SHORTEST if is_alone else 0)
         ]
         if not idle:
-            return []
+            return [], []
         rows = sum(candidate.lag for candidate, count in zip(candidates, counts, strict=True) if count)
         draft = self.costs.draft
         of_proposal = self.costs.proposal(1) + self.costs.saved(len(candidates))
         before = -of_proposal if is_alone else draft.of_rows(rows)
         looks: list[int] = []
+        glances: list[int] = []
         spent = 0.0
         for _, i in sorted(idle):
-            num_rows = candidates[i].lag - 1  # the newest token has no successor yet
+            candidate = candidates[i]
+            num_rows = candidate.lag - 1  # the newest token has no successor yet
             seconds = _COLD * (draft.of_rows(rows + num_rows) - before)
             may_owe = not looks and (self.credit >= self.most or not self._num_looks)
-            if seconds > self.credit and not (may_owe and seconds <= _DEBT * self.most):
+            if seconds > self.credit and candidate.may_glance:
+                may_owe, num_rows = False, GLANCE
+                seconds = _COLD * (draft.of_rows(rows + num_rows) - before)
+                has_seen = self._glanced.get(candidate.sequence, -math.inf) > candidate.context_len - GLANCE // 2
+                if has_seen or seconds > self.credit:
+                    continue
+                glances.append(i)
+                self._glanced[candidate.sequence] = candidate.context_len
+            elif seconds > self.credit and not (may_owe and seconds <= _DEBT * self.most):
                 continue
             looks.append(i)
             rows, spent = rows + num_rows, seconds
         self.credit -= spent
         self._num_looks += len(looks)
         self._num_in_vain += len(looks)
-        return looks
+        return looks, glances
+
+    def forget(self, sequence: Hashable) -> None:
+        """The sequence has ended."""
+        self._glanced.pop(sequence, None)

@@ -48,14 +48,15 @@ class Whim:
             return Plan(counts, is_trial=True, tries_rows=True)
         may_look = [i for i, candidate in enumerate(candidates) if candidate.most and candidate.lag > 1]
         looks = [i for i in may_look if not counts[i] and rng.random() < 0.3] if self.looks_back else []
+        glances = [i for i in looks if candidates[i].may_glance and rng.random() < 0.5]
         self.num_looks += len(looks)
         num_drafting = sum(map(bool, counts))
         if not num_drafting or rng.random() < 0.5:
-            return Plan(counts, looks)
+            return Plan(counts, looks, glances=glances)
         self.num_rules += 1
         gains = [rng.random() for _ in range(num_drafting)]
         rule = StopRule(1.0, [0.0] * 16, [rng.uniform(-2, 2)] * num_drafting, gains, 0.1, rng.random() * num_drafting)
-        return Plan(counts, looks, rule, [rng.randint(0, count) for count in counts])
+        return Plan(counts, looks, rule, [rng.randint(0, count) for count in counts], glances=glances)
 
     def selects(self):
         return self.rng.random() < 0.8

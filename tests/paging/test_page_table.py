@@ -310,3 +310,21 @@ def test_a_cached_block_that_tokens_settle_in_stops_being_cached():
     allocator.mark_cached(table.blocks[1])
     table.settle((7,))
     assert [allocator.is_cached(block) for block in table.blocks] == [True, False]
+
+
+def test_scratch_is_where_the_draft_holds_nothing_behind_adopted_blocks_and_nobody_else_is():
+    """The worked example of draft_scratch's docstring."""
+    allocator = BlockAllocator(8)
+    table = make_table(allocator, 14, 2)
+    # target  |xxxx|xxxx|xxxx|xx..|
+    # draft   |oo..|....|ssss|ss..|
+    assert list(table.draft_scratch(6, 3)) == table.blocks[2:]
+    assert list(table.draft_scratch(9, 3)) == table.blocks[1:]
+    assert list(table.draft_scratch(13, 3)) == []  # the first block holds some of the draft's
+    assert list(table.draft_scratch(9, 5)) == []  # the second one may be cached
+    table.advance(DRAFT, 5)
+    assert list(table.draft_scratch(9, 3)) == []
+    assert list(table.draft_scratch(6, 3)) == table.blocks[2:]
+    child, _ = table.fork(12)
+    assert list(table.draft_scratch(4, 3)) == table.blocks[3:]
+    assert list(child.draft_scratch(4, 3)) == []  # its last block is its parent's, too

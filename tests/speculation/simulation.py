@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from specpaged.speculation.acceptance import logit
 from specpaged.speculation.adaptive import AdaptiveController
-from specpaged.speculation.controller import Candidate, Controller, Plan
+from specpaged.speculation.controller import GLANCE, Candidate, Controller, Plan
 from specpaged.speculation.cost_model import CostModel
 from specpaged.speculation.pass_seconds import PassSeconds, PassShape
 
@@ -66,6 +66,7 @@ class Simulation:
     most: int = 8
     noise: Callable[[random.Random], float] = lambda rng: 1.0
     num_rounds: int = 1  # in a call: of all but the first one, a rule selects the drafts, if there is one
+    may_glance: bool = True
     seconds: float = 0.0
     looking: float = 0.0  # seconds that went into looking back
     trying: float = 0.0  # and into rows that were tried
@@ -96,7 +97,10 @@ class Simulation:
 
     def step(self) -> None:
         controller, rng, num_seqs = self.controller, self.rng, self.num_seqs
-        candidates = [Candidate(i, self.most, self.lag[i], self.lag[i] - 1, 100) for i in range(num_seqs)]
+        candidates = [
+            Candidate(i, self.most, lag, lag - 1, num_tokens, may_glance=self.may_glance and lag > GLANCE)
+            for i, (lag, num_tokens) in enumerate(zip(self.lag, self.num_tokens, strict=True))
+        ]
         if self.num_steps - self.planned < self.plan.num_steps:  # it is good for some steps, but for its looks
             plan = replace(self.plan, looks_back=())
         else:
@@ -141,7 +145,8 @@ class Simulation:
             controller.observe_drafts(i, sum(outcomes), outcomes.count(False), evidence[i])
             emitted = 1 + sum(outcomes[:count])
             self.num_tokens[i] += emitted
-            self.lag[i] = 1 if i in drafting else 1 + emitted if i in plan.looks_back else self.lag[i] + emitted
+            has_looked = i in plan.looks_back and i not in plan.glances
+            self.lag[i] = 1 if i in drafting else 1 + emitted if has_looked else self.lag[i] + emitted
         self.num_draft_tokens += sum(map(len, probabilities))
         self.num_verified += sum(verified)
 
@@ -158,7 +163,7 @@ class Simulation:
 
     def propose(self, plan: Plan, rows_of_passes: list[int]) -> None:
         """Who looks back does so in the first pass."""
-        looked = sum(self.lag[i] - 1 for i in plan.looks_back)
+        looked = sum(GLANCE if i in plan.glances else self.lag[i] - 1 for i in plan.looks_back)
         if not rows_of_passes and not looked:
             return
         truth = self.truth
@@ -170,7 +175,7 @@ class Simulation:
             with_looks, lambda s: self.controller.observe_proposal([PassShape(n, n) for n in rows], s, self.num_seqs, 0)
         )
         for i in plan.looks_back:
-            for _ in range(self.lag[i] - 1):
+            for _ in range(GLANCE // 2 if i in plan.glances else self.lag[i] - 1):
                 stood = self.rng.random() < self.acceptance(i, self.num_tokens[i])
                 self.controller.observe_drafts(i, stood, not stood)
 
