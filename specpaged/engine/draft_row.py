@@ -76,15 +76,17 @@ def draft_row(
     )
 
 
-def glance_row(sequence: Sequence, request_idx: int) -> list[DraftRow]:
-    """The row of a sequence whose last tokens the drafter reads as if they were all; none if there is no room for it.
+def glance_row(sequence: Sequence, request_idx: int, most_tokens: int) -> DraftRow | None:
+    """The row of a sequence whose last tokens the drafter reads as if they were all; None if there is no room for it.
 
     Nothing of that is kept. It says what it would have drafted behind the later half of them: behind the others it has
     read too little.
     """
     blocks, end = glanced_blocks(sequence), sequence.page_table.context_lens[TARGET]
-    if not blocks:
-        return []
-    num_looked_back = min(GLANCE // 2, len(sequence.output_token_ids))
-    token_ids = sequence.token_ids[end - GLANCE : end]
-    return [DraftRow(sequence, token_ids, 0, blocks, 0, request_idx, num_looked_back=num_looked_back, is_glance=True)]
+    if not blocks or most_tokens < GLANCE:
+        return None
+    token_ids, num_looked_back = (
+        sequence.token_ids[end - GLANCE : end],
+        min(GLANCE // 2, len(sequence.output_token_ids)),
+    )
+    return DraftRow(sequence, token_ids, 0, blocks, 0, request_idx, num_looked_back=num_looked_back, is_glance=True)

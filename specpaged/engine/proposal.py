@@ -151,22 +151,23 @@ def prepare(step: SpeculativeStep, scored: ScoredStep, reserve: Reserve) -> Prop
         looks = sequence in looking_idx
         if looks and sequence in lookups:  # its drafts, if any, and what it looks back at are two rows
             rows.append(DraftRow(sequence, (), 0, (), 0, request_idx[sequence], lookup=lookups.pop(sequence)))
+        most_tokens = max(catching_up, _FAR_BEHIND)
         if looks and sequence in glancing:
-            rows += glance_row(sequence, looking_idx[sequence])
-            continue
-        row = draft_row(
-            entry,
-            num_draft_tokens.get(sequence, 0),
-            looking_idx[sequence] if looks else request_idx.get(sequence, 0),
-            scored.hidden_states.get(sequence),
-            most_tokens=max(catching_up, _FAR_BEHIND),
-            follows_prompt=step.planner is None,
-            follows_target=step.follows_target,
-            num_looked_back=num_unseen(sequence) if looks else 0,
-            reads_target=step.drafter.hidden_states is not None,
-            behind_rounds=scored.rounds is not None,
-            lookup=lookups.get(sequence),
-        )
+            row = glance_row(sequence, looking_idx[sequence], most_tokens)
+        else:
+            row = draft_row(
+                entry,
+                num_draft_tokens.get(sequence, 0),
+                looking_idx[sequence] if looks else request_idx.get(sequence, 0),
+                scored.hidden_states.get(sequence),
+                most_tokens=most_tokens,
+                follows_prompt=step.planner is None,
+                follows_target=step.follows_target,
+                num_looked_back=num_unseen(sequence) if looks else 0,
+                reads_target=step.drafter.hidden_states is not None,
+                behind_rounds=scored.rounds is not None,
+                lookup=lookups.get(sequence),
+            )
         if row is not None:
             rows.append(row)
             catching_up -= len(row.token_ids) if len(row.token_ids) > _FAR_BEHIND else 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Sequence
 
 from specpaged.speculation.controller import GLANCE, Candidate
@@ -66,23 +65,28 @@ class Looks:
             candidate = candidates[i]
             num_rows = candidate.lag - 1  # the newest token has no successor yet
             seconds = _COLD * (draft.of_rows(rows + num_rows) - before)
-            may_owe = not looks and (self.credit >= self.most or not self._num_looks)
             if seconds > self.credit and candidate.may_glance:
-                may_owe, num_rows = False, GLANCE
+                num_rows = GLANCE
                 seconds = _COLD * (draft.of_rows(rows + num_rows) - before)
-                has_seen = self._glanced.get(candidate.sequence, -math.inf) > candidate.context_len - GLANCE // 2
-                if has_seen or seconds > self.credit:
+                if seconds > self.credit or not self._is_worth_a_glance(candidate):
                     continue
                 glances.append(i)
                 self._glanced[candidate.sequence] = candidate.context_len
-            elif seconds > self.credit and not (may_owe and seconds <= _DEBT * self.most):
-                continue
+            elif seconds > self.credit:
+                may_owe = not looks and (self.credit >= self.most or not self._num_looks)
+                if not (may_owe and seconds <= _DEBT * self.most):
+                    continue
             looks.append(i)
             rows, spent = rows + num_rows, seconds
         self.credit -= spent
         self._num_looks += len(looks)
         self._num_in_vain += len(looks)
         return looks, glances
+
+    def _is_worth_a_glance(self, candidate: Candidate) -> bool:
+        """Whether as many tokens have come as one tells of, since the last one."""
+        last = self._glanced.get(candidate.sequence)
+        return last is None or candidate.context_len >= last + GLANCE // 2
 
     def forget(self, sequence: Hashable) -> None:
         """The sequence has ended."""

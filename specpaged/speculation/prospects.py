@@ -8,7 +8,7 @@ from specpaged.speculation.acceptance import AcceptanceModel
 from specpaged.speculation.cost_model import CostModel
 
 LOOKING = 0.006  # of the time goes into looking whether sequences that do not draft should, beside what is in advance
-_LOOKING_HOPELESS = 0.001  # where not even drafts such as those of the best requests so far would pay
+_LOOKING_HOPELESS = 0.0005  # where not even drafts such as those of the best requests so far would pay
 _CERTAIN = 4.0  # the logit of drafts that nothing is to be hoped beyond
 _MEMORY = 256  # plans that what could pay is asked for once, and as many as there were so far
 

@@ -14,9 +14,7 @@ PROMPT_LEN = 20
 
 
 class Glancer:
-    """Drafts nothing, glances whenever that can be done, and drafts four tokens from then on if it `drafts_after` some
-    tokens.
-    """
+    """Drafts nothing and glances whenever that can be done; once all have so many tokens, drafts all it may."""
 
     def __init__(self, drafts_after=1 << 30):
         self.drafts_after = drafts_after

@@ -30,3 +30,10 @@ def test_it_settles_at_any_lengths_that_it_has_room_for_and_keeps_its_blocks():
         with pytest.raises(ValueError, match=r"must be 2 in 0\.\.8"):
             table.settle(context_lens)
     assert table.context_lens == [2, 3]
+
+
+def test_in_blocks_that_may_be_lent_to_several_there_is_no_scratch():
+    table = LeasedPageTable(num_blocks=8, block_size=4, num_pools=2)
+    table.lend([3, 5])
+    table.settle((7, 0), 8)
+    assert table.draft_scratch(4, 0) == ()
