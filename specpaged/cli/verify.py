@@ -16,6 +16,10 @@ from specpaged.cli.printing import checked, console, print_json, rate
 
 if TYPE_CHECKING:
     from specpaged.comparison.job import Job, Run
+    from specpaged.metrics import EngineMetrics
+
+# Of a run's tokens: with fewer from drafts, those were to see what drafts come to.
+_HARDLY_ANY = 0.05
 
 
 def verify(
@@ -102,14 +106,23 @@ def verify(
     raise typer.Exit(1 if faults else 0)
 
 
+def _acceptance(metrics: EngineMetrics, num_tokens: int) -> str:
+    """Of the drafts of a speculative run of so many tokens; and what was decided, where hardly any are from drafts."""
+    if not metrics.drafts:
+        return "decided not to draft"
+    acceptance = rate(metrics.acceptance_rate, ".1%")
+    if metrics.accepted_tokens < _HARDLY_ANY * num_tokens:
+        return f"{acceptance}, in {metrics.drafts} drafts alone: decided not to draft"
+    return acceptance
+
+
 def _print_verdict(job: Job, runs: Sequence[Run], mismatches: Sequence[Any]) -> None:
     table = Table("run", "tokens/s", "against the first", "acceptance", "mean acceptance length")
     metrics = job.llm.metrics
     for run in runs:
         acceptance = length = ""
         if run.label.startswith("speculative"):
-            # A controller that has decided against drafting is right if that is quicker.
-            acceptance = rate(metrics.acceptance_rate, ".1%") if metrics.drafts else "decided not to draft"
+            acceptance = _acceptance(metrics, sum(map(len, run.token_ids)))
             length = rate(metrics.mean_acceptance_length, ".2f")
         table.add_row(
             run.label,

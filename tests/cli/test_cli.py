@@ -383,6 +383,22 @@ def test_verify_ends_with_the_number_of_identical_outputs(specpaged, prompts, tm
     assert len(output.read_text().splitlines()) == 6
 
 
+@pytest.mark.parametrize(
+    ("num_drafts", "num_tokens", "said"),
+    [
+        (0, 1000, "decided not to draft"),
+        (20, 1000, "90.0%, in 20 drafts alone: decided not to draft"),
+        (20, 300, "90.0%"),  # 36 of the tokens are from drafts
+    ],
+)
+def test_verify_says_what_was_decided(num_drafts, num_tokens, said):
+    from specpaged.cli.verify import _acceptance
+    from specpaged.metrics import EngineMetrics
+
+    metrics = EngineMetrics(drafts=num_drafts, draft_tokens=2 * num_drafts, accepted_tokens=18 * num_drafts // 10)
+    assert _acceptance(metrics, num_tokens) == said
+
+
 @pytest.fixture
 def planted_fault(monkeypatch):
     """The first bonus token that follows accepted drafts is another one: a fault of speculation alone."""
