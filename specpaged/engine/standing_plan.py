@@ -47,7 +47,7 @@ class StandingPlan:
     left: Plan | None = None
 
     def __post_init__(self) -> None:
-        self.again = replace(self.plan, looks_back=())
+        self.again = replace(self.plan, looks_back=(), glances=())
         self.lasts = self.good_for - self.age
 
     @property
@@ -112,6 +112,12 @@ class StandingPlan:
             lookups = [choices.get(sequence) for sequence in sequences]
         self.sequences = list(sequences)
         self.plan = self.again = replace(
-            plan, num_draft_tokens=kept, looks_back=(), stop_rule=stop_rule, without_rule=without_rule, lookups=lookups
+            plan,
+            num_draft_tokens=kept,
+            looks_back=(),
+            glances=(),
+            stop_rule=stop_rule,
+            without_rule=without_rule,
+            lookups=lookups,
         )
         return True

@@ -31,19 +31,25 @@ PARAMS = [
 class Whim:
     """Decides by chance whatever may be decided, and keeps what it is told."""
 
-    def __init__(self, seed, looks_back=True):
+    def __init__(self, seed, looks_back=True, num_steps=(1, 1, 1, 1, 3, 8)):
         self.rng = random.Random(seed)
         self.looks_back = looks_back
+        self.num_steps = num_steps
         self.outcomes = []
         self.num_looks = self.num_rules = self.num_trials = 0
         self.forgotten = set()
 
     def plan(self, candidates, num_steps):
+        plan = self._plan(candidates, num_steps)
+        plan.num_steps = self.rng.choice(self.num_steps)  # it stands so long, whoever goes
+        return plan
+
+    def _plan(self, candidates, num_steps):
         assert num_steps > 0
         rng, draws = self.rng, self.rng.random()
         self.forgotten -= {candidate.sequence for candidate in candidates}  # back from a preemption
-        counts = [rng.randint(0, candidate.most) if draws < 0.6 else 0 for candidate in candidates]
-        if rng.random() < 0.15:
+        counts = [rng.randint(0, candidate.most) if draws < 0.7 else 0 for candidate in candidates]
+        if rng.random() < 0.25:
             self.num_trials += 1
             return Plan(counts, is_trial=True, tries_rows=True)
         may_look = [i for i, candidate in enumerate(candidates) if candidate.most and candidate.lag > 1]
@@ -160,7 +166,7 @@ def test_a_draft_that_is_the_target_is_right_wherever_it_drafts_or_looks_back(to
     And nothing is told of rows that were tried, which are no drafts of its.
     """
     llm = make_llm(toy_pair, draft=toy_pair.target, speculative={"num_speculative_tokens": "auto", "numerics": "exact"})
-    whim = with_whim(llm, 5)
+    whim = with_whim(llm, 5, num_steps=[1])  # what came of drafts is told with the next plan
     params = [SamplingParams(temperature=temperature, seed=i, max_tokens=20, ignore_eos=True) for i in range(4)]
     generate(llm, toys.prompts(4), params)
     assert whim.num_looks > 0

@@ -7,9 +7,10 @@ from specpaged.speculation.controller import Plan
 
 
 def test_a_plan_looks_back_once_and_stands_until_it_is_old():
-    standing = StandingPlan(["a", "b"], Plan([3, 0], [1]), 0, 2)
+    standing = StandingPlan(["a", "b"], Plan([3, 0], [1], glances=[1]), 0, 2)
     assert standing.drafts
-    assert (standing.plan.looks_back, standing.again.looks_back) == ([1], ())
+    assert (standing.plan.looks_back, standing.plan.glances) == ([1], [1])
+    assert (standing.again.looks_back, standing.again.glances) == ((), ())
     assert standing.holds_for(["a", "b"])
     standing.age = 2
     assert standing.num_left == 0
@@ -24,6 +25,14 @@ def test_nothing_is_left_of_a_plan_whose_last_sequence_has_ended():
     assert not standing.drafts
     assert standing.again == Plan([])
     assert not standing.holds_for(["c"])
+
+
+def test_a_plan_that_goes_on_without_somebody_looks_at_nobody():
+    """Looks are by place among those whom the plan was made for."""
+    standing = StandingPlan(["a", "b"], Plan([3, 0], [1], glances=[1]), 0, 9)
+    standing.forget("b")
+    assert standing.holds_for(["a"])
+    assert (standing.plan.looks_back, standing.plan.glances, standing.again.glances) == ((), (), ())
 
 
 def stands_for_one_alone(arrival: Arrival, plan: Plan) -> StandingPlan:
