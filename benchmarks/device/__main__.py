@@ -115,13 +115,14 @@ def _model(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def succeeded(result: dict[str, Any]) -> bool:
-    """Whether every section ran and every check of exactness holds."""
+    """Whether every section ran, all of it, and every check of exactness holds."""
     if "cells" in result:  # a model: there is nothing to succeed at
         return True
     if any("failed" in section for section in result.values()):
         return False
     if "loop" in result:
-        return result["loop"]["identical"]["exact"] and bool(result["loop"]["cells"])
+        loop_result = result["loop"]
+        return loop_result["identical"]["exact"] and bool(loop_result["cells"]) and not loop_result["left_out"]
     same = [check for checks in result["exactness"].values() for check in checks.values()]
     runs = result.get("end_to_end", {}).values()
     return all(same) and all(run["identical"] == run["prompts"] for run in runs)

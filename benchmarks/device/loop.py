@@ -2,8 +2,9 @@
 
 Every cell decodes the same prompts: with CUDA graphs, eagerly, and in rounds that the device runs by itself. Seconds
 are those of steps in which every sequence decodes. Beside them: what the host needs of them, what the device needs of
-each stage (by events), the share of time in which it does nothing (by the profiler), and how long the bytes of a pass
-take at the device's measured bandwidth. Events and the profiler have steps of their own, which are not timed otherwise.
+each stage (by events; of its own rounds by the profiler), the share of time in which it does nothing (by the profiler),
+and how long the bytes of a pass take at the device's measured bandwidth. Events and the profiler have steps of their
+own, which are not timed otherwise.
 """
 
 from __future__ import annotations
@@ -18,7 +19,15 @@ from typing import Any
 
 import torch
 
-from benchmarks.device.stage_clock import Event, StageClock, TimedCopies, device_spans, idle_share
+from benchmarks.device.stage_clock import (
+    Event,
+    Span,
+    StageClock,
+    TimedCopies,
+    device_spans,
+    idle_share,
+    round_milliseconds,
+)
 from specpaged import LLM, SamplingParams
 from specpaged.engine.engine import Engine
 from specpaged.metrics import STAGES
@@ -35,6 +44,7 @@ class LoopScale:
     attention_backend: str
     shape_scale: int  # that the models' shapes are divided by
     batch_sizes: tuple[int, ...]
+    eager_batch_sizes: tuple[int, ...]  # of them, those that run without graphs, too, where there are any
     num_drafts: int
     context_len: int
     steps: int  # timed ones of a cell
@@ -49,14 +59,14 @@ class Tools:
 
     make_event: Callable[[], Event] | None = None
     wait: Callable[[], None] | None = None
-    spans: Callable[[Callable[[], object]], list[tuple[float, float]]] | None = None
+    spans: Callable[[Callable[[], object]], list[Span]] | None = None
     clock: Callable[[], float] = time.perf_counter
 
 
 FULL = LoopScale(
-    "cuda", "bfloat16", "triton", 1, (1, 2, 4, 8, 16, 32, 64), 5, 512, 12, ("exact", "fast"), True, 470.0
+    "cuda", "bfloat16", "triton", 1, (1, 2, 4, 8, 16, 32, 64), (1, 16), 5, 512, 12, ("exact", "fast"), True, 470.0
 )  # fmt: skip
-SMOKE = LoopScale("cpu", "float32", "auto", 32, (1, 3), 2, 40, 4, ("exact", "fast"), False, 470.0)
+SMOKE = LoopScale("cpu", "float32", "auto", 32, (1, 3), (), 2, 40, 4, ("exact", "fast"), False, 470.0)
 WARM_UP_STEPS, PREFILL_STEPS, LOOKED_AT_STEPS = 6, 10, 4  # the last ones twice: by events, and by the profiler
 TARGET, DRAFT, ACCEPTANCE = "Qwen3-8B", "Qwen3-0.6B", 0.8
 
@@ -87,12 +97,12 @@ def run(scale: LoopScale, bandwidth: float | None, tools: Tools = Tools()) -> di
         for numerics in scale.numerics:
             llm = _load(pair, scale, numerics)
             engine = llm.engine
-            # "graphs" only where there are any: elsewhere both would be the same.
-            ways = ["graphs", "eager"] if engine.target.graphs else ["eager"]
-            ways += ["rounds"] if scale.has_rounds else []
             graphs = [runner.graphs for runner in (engine.target, engine.draft)]
             for batch_size in scale.batch_sizes:
                 prompts = _prompts(batch_size, scale, engine.vocabulary.size)
+                ways = ["graphs"] if engine.target.graphs else []
+                ways += ["eager"] if not ways or batch_size in scale.eager_batch_sizes else []
+                ways += ["rounds"] if scale.has_rounds else []
                 for way in ways:
                     for runner, own in zip((engine.target, engine.draft), graphs, strict=True):
                         runner.graphs = None if way == "eager" else own
@@ -212,28 +222,20 @@ def _num_captured(engine: Engine, in_rounds: bool) -> int:
 
 
 def _looked_at(engine: Engine, in_rounds: bool, tools: Tools) -> dict[str, Any]:
-    """Some more steps, between events, and some under the profiler.
-
-    The device's own rounds are one launch each: between their stages there are events where they run eagerly.
-    """
-    stages = StageClock(tools.make_event, tools.wait)
-    if in_rounds:
-        with engine.round.eager(stages.mark):
-            for _ in range(LOOKED_AT_STEPS):
-                stages.begin()
-                engine.step()
-    else:
-        engine.reset_metrics()
-        stages.watch(engine.speculative_step.metrics)
-        for _ in range(LOOKED_AT_STEPS):
-            engine.step()
-        engine.reset_metrics()
+    """Some more steps under the profiler, and of the host's some between events."""
 
     def some_steps() -> None:
         for _ in range(LOOKED_AT_STEPS):
             engine.step()
 
     spans = [] if tools.spans is None else tools.spans(some_steps)
+    if in_rounds:
+        return {"device_ms": round_milliseconds(spans), "idle_share": idle_share(spans)}
+    stages = StageClock(tools.make_event, tools.wait)
+    engine.reset_metrics()
+    stages.watch(engine.speculative_step.metrics)
+    some_steps()
+    engine.reset_metrics()
     return {"device_ms": stages.milliseconds(LOOKED_AT_STEPS), "idle_share": idle_share(spans)}
 
 

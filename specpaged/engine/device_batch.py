@@ -46,6 +46,7 @@ class DeviceBatch:
         gone = self.members.keys() - set(sequences)
         for sequence in gone:
             self.remove(sequence)
+        self._close_up(len(sequences))
         members = []
         for sequence, state in zip(sequences, states, strict=True):
             member, blocks = self.members.get(sequence), sequence.page_table.blocks
@@ -59,6 +60,17 @@ class DeviceBatch:
                 member.state = now
             members.append(member)
         return members
+
+    def _close_up(self, num_seqs: int) -> None:
+        """Let the last rows be the first that are free, where rounds of so many sequences then have half the rows."""
+        if max(0, self.num_rows - 1).bit_length() <= max(0, num_seqs - 1).bit_length():  # as buckets of rounds have it
+            return
+        for member in sorted(self.members.values(), key=lambda member: member.row, reverse=True):
+            if member.row < len(self.members):
+                break
+            row = heapq.heapreplace(self._free, member.row)
+            self.state.move(member.row, row)
+            member.row = row
 
     def advance(self, member: Member, num_tokens: int, draft_context_len: int) -> None:
         """A round that was read has left the row with so many tokens, and so much KV of the draft."""

@@ -27,6 +27,7 @@ class Flight:
     """A round that has been launched and not read."""
 
     members: SequenceOf[Member]  # who was in the batch then
+    rows: SequenceOf[int]  # of them, then: they may have others by now
     drafted: SequenceOf[bool]  # for each of them, whether the draft has run
     reading: Reading  # see `settle_round`
 
@@ -63,11 +64,11 @@ def commit_flight(step: SpeculativeStep, batch: DeviceBatch, flight: Flight) -> 
     fared: list[tuple[int, int]] = []
     tries_again, num_drafts, num_made = False, 0, 0
     with metrics.stage("commit"):
-        for member, drafted in zip(flight.members, flight.drafted, strict=True):
+        for member, row, drafted in zip(flight.members, flight.rows, flight.drafted, strict=True):
             sequence = member.sequence
             if batch.members.get(sequence) is not member or sequence.status is not SequenceStatus.RUNNING:
                 continue
-            outcome = Outcome.of(rows[member.row])
+            outcome = Outcome.of(rows[row])
             num_drafts += outcome.num_drafts
             num_made += outcome.num_made
             if outcome.num_drafts:

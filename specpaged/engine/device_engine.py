@@ -170,21 +170,25 @@ class DeviceEngine(Engine):
         blocks do not suffice.
         """
         running = self.scheduler.running
-        states = []
+        counts: list[int] = []
         budget = self.config.max_num_batched_tokens - len(running)
         try:
             for sequence, num_wanted in zip(running, wanted, strict=True):
-                take_over(sequence)
                 k = min(num_wanted, sequence.max_draft_tokens, budget)
                 budget -= k
-                state = row_state(sequence, self._limit(sequence), k, drafts=num_wanted > 0)
-                states.append(state)
-                most = state.num_tokens + k + (self._flight is not None) * (self.round.num_drafts + 1)
+                counts.append(k)
+                num_tokens = len(sequence.token_ids)
+                most = num_tokens + k + (self._flight is not None) * (self.round.num_drafts + 1)
                 # The last token of all has no KV.
-                sequence.page_table.reserve(max(state.num_tokens, min(most, state.limit - 1)))
+                sequence.page_table.reserve(max(num_tokens, min(most, self._limit(sequence) - 1)))
         except OutOfBlocksError:
-            return None
-        return states
+            return None  # whoever has drafts of the host's still has them, for its step
+        for sequence in running:
+            take_over(sequence)
+        return [
+            row_state(sequence, self._limit(sequence), k, drafts=num_wanted > 0)
+            for sequence, k, num_wanted in zip(running, counts, wanted, strict=True)
+        ]
 
     def _num_wanted(self) -> list[int]:
         """K of each who runs, if it may draft as many."""

@@ -23,10 +23,14 @@ _MOST_BEHIND = 2  # tokens that a round's first pass of the draft runs of a sequ
 
 
 def take_over(sequence: Sequence) -> None:
-    """Drop what the host has drafted for a sequence, if anything: its rounds draft for themselves."""
+    """Drop what the host has drafted for a sequence, if anything: its rounds draft for themselves. Slots that are
+    reserved for them stay so."""
     sequence.draft, num_tokens = NO_DRAFT, len(sequence.token_ids)
     if draft_context_len(sequence) >= num_tokens:
-        sequence.page_table.truncate(DRAFT, num_tokens - 1)
+        table = sequence.page_table
+        context_lens = list(table.context_lens)
+        context_lens[DRAFT] = num_tokens - 1
+        table.settle(context_lens, table.capacity)
 
 
 def row_state(sequence: Sequence, limit: int, num_drafts: int, drafts: bool, end_id: int = 0) -> RowState:
@@ -72,7 +76,8 @@ def launch(
     has_temperatures = any(t not in (0, 1) for t in temperatures)
     bucket = device_round.bucket(batch.num_rows, num_drafts, lengths, any(temperatures), has_temperatures)
     result = device_round.launch(bucket)
-    return Flight(members, [state.has_draft for state in states], copies.read(result))
+    rows, drafted = [member.row for member in members], [state.has_draft for state in states]
+    return Flight(members, rows, drafted, copies.read(result))
 
 
 def _catch_up(

@@ -47,6 +47,8 @@ def why_no_rounds(
 ) -> str | None:
     """Why no round of such steps can be the device's, whoever the host is."""
     drafter = step.drafter
+    if not (drafter is None or isinstance(drafter, DraftModelDrafter)):
+        return "drafter"
     for runner in (step.target, draft):
         if runner is not None and (runner.model.backend != "triton" or runner.model.implementation != "flat"):
             return "models"
@@ -58,8 +60,6 @@ def why_no_rounds(
         return "max_num_seqs"
     if drafter is None:
         return None
-    if not isinstance(drafter, DraftModelDrafter):
-        return "drafter"
     if step.verifier.name == "rejection":
         return "rejection"
     return "K" if max_draft_tokens >= MAX_ROWS else None

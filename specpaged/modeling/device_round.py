@@ -12,8 +12,7 @@ that nobody runs are filler. So a round can be captured as a graph, once for eac
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -109,7 +108,6 @@ class DeviceRound:
         self.makes_up = makes_up
         self._record = record
         self._replays: dict[RoundBucket, object] = {}  # what repeats a round; None: it could not be captured
-        self._mark: Callable[[str], object] = _mark_nothing
         self._geometries = {runner: _Geometry.of(runner) for runner in (target, draft) if runner is not None}
         shape = (state.num_rows, NUM_COUNTS + self.num_drafts + 1)
         self.result = torch.zeros(shape, dtype=torch.int32, device=target.model.device)
@@ -135,17 +133,6 @@ class DeviceRound:
         else:
             replay()
         return self.result[: bucket.num_seqs]
-
-    @contextmanager
-    def eager(self, mark: Callable[[str], object]) -> Iterator[None]:
-        """Within it rounds run kernel by kernel, and `mark` is called behind the launch of each of their stages: plan,
-        draft (all of its passes), select (where that is done), target, settle."""
-        before = self._record, self._replays, self._mark
-        self._record, self._replays, self._mark = None, {}, mark
-        try:
-            yield
-        finally:
-            self._record, self._replays, self._mark = before
 
     @property
     def num_captured(self) -> int:
@@ -176,7 +163,6 @@ class DeviceRound:
         selects = self.num_selected is not None and self.num_selected < steps
         device = rows.num_tokens.device
         chances = torch.empty(num_seqs, steps, dtype=torch.float32, device=device) if selects else None
-        self._mark("plan")
         for step in range(steps):
             num_rows = num_seqs * (_FIRST_PASS_ROWS if step == 0 else 1)
             of_step = (plan.starts[step], plan.ends[step], plan.num_logits[step])
@@ -184,20 +170,16 @@ class DeviceRound:
             logits_idx = packed.logits_idx if step == 0 else None
             argmax, logprobs = self._sampled(self.draft, bucket, rows, packed, of_step[0], logits_idx, step, selects)
             store_drafts(rows, argmax.token_ids, packed.cu_logits, step, logprobs, chances)
-        self._mark("draft")
         ends, num_logits, most = plan.ends[steps], plan.num_logits[steps], steps
         if selects:
             ends, num_logits = select_drafts(plan, chances, self.num_selected)
             most = self.num_selected
-            self._mark("select")
         of_target = (plan.starts[steps], ends, num_logits)
         num_rows = num_seqs * (most + 1)  # in all, however deep some of them go
         packed = self._pack(self.target, rows, of_target, num_rows, num_rows, bucket.target_items)
         argmax, _ = self._sampled(self.target, bucket, rows, packed, of_target[0], None, 0)
-        self._mark("target")
         end_ids = self.state.fields["end_ids"][:num_seqs] if self.makes_up else None
         settle_round(rows, *argmax, packed.cu_logits, plan.num_drafts, self.result[:num_seqs], end_ids)
-        self._mark("settle")
 
     def _pack(
         self,
@@ -266,10 +248,6 @@ class DeviceRound:
         paged_pass = PackedPass(batch, len(packed.token_ids), cache.layers, packed.work_list)
         request = ForwardRequest(logits_idx, logits_idx, argmax_of)
         return model.run(packed.token_ids, packed.positions, paged_pass, request)
-
-
-def _mark_nothing(stage: str) -> None:
-    """Nobody times the stages."""
 
 
 def _up_to(count: int, multiple: int) -> int:

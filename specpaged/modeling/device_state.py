@@ -4,7 +4,7 @@ One buffer of int32 holds a row of every field for each sequence that may run. A
 0, so that no round runs it; or it is a sequence's, from when it is put there until it is cleared. What the host changes
 (who runs, a new block, a token that it has decoded itself) is gathered, and goes up in one copy:
 
-    put, extend, clear, ...    note places in the buffer and what is to be there     no device is involved
+    put, move, clear, ...      note places in the buffer and what is to be there     no device is involved
     flush                      one upload of all of that, and one scatter            nothing, where nothing changed
 
 A round changes tokens behind the known ones, the lengths, and the limit of a row that has failed. All of that follows
@@ -16,6 +16,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -81,6 +82,7 @@ class DeviceState:
         }
         self.fields: dict[str, Tensor] = views  # each [num_rows, ...] int32
         self._changes: dict[int, int] = {}  # by place in the buffer
+        self._moves: dict[int, int] = {}  # rows that are taken over as they are, before anything changes; to where
 
     def rows(self, num_seqs: int) -> Rows:
         """The first rows, for the kernels of a round."""
@@ -120,6 +122,20 @@ class DeviceState:
                 same += 1
             self._note("page_table", row, now.blocks[same:], same)
 
+    def move(self, row: int, to: int) -> None:
+        """The sequence of this row is in another one from now on, which is nobody's, with all that it has by then: a
+        round in flight may be ahead of what the host knows of it."""
+        if row in self._moves.values():
+            raise ValueError(f"row={row} has come by a move that is not on the device yet; allowed: another row")
+        for name, stride in self._strides.items():
+            start, end = (self._starts[name] + of * stride for of in (row, to))
+            for place in range(end, end + stride):
+                self._changes.pop(place, None)
+            noted = [place for place in range(start, start + stride) if place in self._changes]
+            self._changes.update({place - start + end: self._changes.pop(place) for place in noted})
+        self._moves[row] = to
+        self.clear(row)
+
     def clear(self, row: int) -> None:
         """The row is nobody's."""
         for name in ("num_tokens", "draft_context_lens", "limits", "max_drafts", "has_draft", "draws"):
@@ -129,9 +145,13 @@ class DeviceState:
         """Bring all changes to the device: in one copy, if there are any."""
         if not self._changes:
             return
-        changes = self._copies.upload(ints([*self._changes, *self._changes.values()]))
-        places, values = changes.split(len(self._changes))
+        parts = self._moves, self._moves.values(), self._changes, self._changes.values()
+        sizes = [len(part) for part in parts]
+        sources, targets, places, values = self._copies.upload(ints([*chain(*parts)])).split(sizes)
+        for field_values in self.fields.values() if self._moves else ():
+            field_values.index_copy_(0, targets, field_values.index_select(0, sources))
         self._values.index_copy_(0, places, values.int())
+        self._moves.clear()
         self._changes.clear()
 
     def check_integrity(self, rows: Mapping[int, tuple[RowState, Sequence[int]]], is_ahead: bool) -> None:

@@ -57,7 +57,8 @@ class RoundOutput(AsyncModelRunnerOutput):
     def get_output(self) -> ModelRunnerOutput:
         """Waits for the copy of the round, and for nothing else of the device. Changes nothing: any thread may ask."""
         rows = self._flight.reading.values().tolist()
-        outcomes = {member.sequence: Outcome.of(rows[member.row]) for member in self._flight.members}
+        members = zip(self._flight.members, self._flight.rows, strict=True)
+        outcomes = {member.sequence: Outcome.of(rows[row]) for member, row in members}
         request_ids = [sequence.request_id for sequence in outcomes]
         made_up = [sequence.request_id for sequence, outcome in outcomes.items() if outcome.is_made_up]
         for request_id in made_up:

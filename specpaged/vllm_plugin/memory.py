@@ -23,14 +23,18 @@ _SAMPLED = SamplingParams(temperature=1.0, top_p=0.9)
 def run_largest_step(pair: ModelPair, config: EngineConfig) -> None:
     """Run as many tokens as may be scheduled through both models, of as many sequences as may run, each verified.
 
-    The sequences share their blocks, so that a cache of one sequence's length will do: what comes out means nothing.
+    Rounds of the device are as large as their buckets, whatever may be scheduled. The sequences share their blocks, so
+    that a cache of one sequence's length will do: what comes out means nothing.
     """
-    num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
-    lens = [(config.max_num_batched_tokens + i) // num_seqs for i in range(num_seqs)]  # which sum up to all of them
+    max_draft_tokens = config.speculative_config.max_draft_tokens if config.speculative_config else 0
+    num_tokens = config.max_num_batched_tokens
+    if config.device_round:
+        num_tokens = max(num_tokens, config.max_num_seqs * (max_draft_tokens + 1))
+    num_seqs = min(config.max_num_seqs, num_tokens)
+    lens = [(num_tokens + i) // num_seqs for i in range(num_seqs)]  # which sum up to all of them
     lens = [min(length, config.max_model_len) for length in lens]
     num_blocks = -(-max(lens) // config.block_size)
     blocks = range(1, num_blocks + 1)
-    max_draft_tokens = config.speculative_config.max_draft_tokens if config.speculative_config else 0
     drafts = [[0] * min(max_draft_tokens, length - 1) for length in lens]
     for model in reversed(pair.models):
         cache = PagedKVCache(model.kv_spec, num_blocks, config.block_size, model.kv_dtype, model.device)

@@ -157,8 +157,8 @@ class SpecPagedWorker(Refusals, WorkerBase):
         torch.cuda.reset_peak_memory_stats(self.device)
         run_largest_step(self.pair, self.engine_config)
         step = torch.cuda.max_memory_allocated(self.device) - before
-        if not self.engine_config.enforce_eager:
-            step *= 2
+        if not self.engine_config.enforce_eager:  # what is captured shares a pool: passes have one, and rounds another
+            step *= 3 if self.engine_config.device_round else 2
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.device)
         asked = int(total * fraction)

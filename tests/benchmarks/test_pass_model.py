@@ -146,3 +146,15 @@ def test_the_command_says_that_it_is_a_model_and_by_which_inputs(tmp_path, capsy
     assert "a model: sums of bytes" in out
     large = [cell for cell in saved["cells"] if cell["target"] == "Llama-3.1-70B" and cell["B"] == 1]
     assert {cell["gpus"] for cell in large} == {4}  # whose memory holds 157 GB of weights
+
+
+def test_sums_are_held_against_passes_of_this_cpu():
+    """How far they are apart is a measurement, and not for a test to say."""
+    result = model.check(batch_sizes=(1, 2), repetitions=2, context_len=32)
+    passes = [(entry["model"], entry["B"], entry["rows"]) for entry in result["passes"]]
+    assert passes == [(*of, rows) for of in (("target", 1), ("target", 2)) for rows in (1, 6)] + [
+        ("draft", 1, 1),
+        ("draft", 2, 1),
+    ]
+    for entry in result["passes"]:
+        assert 0 < entry["measured_over_model"]["min"] <= entry["measured_over_model"]["median"]

@@ -7,9 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.device.stage_clock import StageClock, TimedCopies, idle_share
+from benchmarks.device.stage_clock import Span, StageClock, TimedCopies, idle_share, round_milliseconds
 from specpaged.metrics import EngineMetrics
 from specpaged.modeling.copies import Copies
+from specpaged_kernels import decoding_round, select_drafts
 
 
 class FakeDevice:
@@ -60,18 +61,38 @@ def test_a_stage_that_fails_is_in_no_sum():
     assert clock.milliseconds(1) == {}
 
 
-def test_marks_divide_a_round():
-    device = FakeDevice()
-    clock = StageClock(device.event, device.wait)
-    with pytest.raises(RuntimeError, match="'plan' was marked before the clock began"):
-        clock.mark("plan")
-    for _ in range(2):
-        clock.begin()
-        for stage, milliseconds in (("plan", 1.0), ("draft", 6.0), ("target", 10.0)):
-            device.now += milliseconds
-            clock.mark(stage)
-        device.now += 50.0  # until the next round begins
-    assert clock.milliseconds(2) == {"plan": 1.0, "draft": 6.0, "target": 10.0}
+def kernels(*spans: tuple[str, float], gap: float = 0.0, start: float = 0.0) -> list[Span]:
+    """One behind the other, each of so many microseconds."""
+    of_spans = []
+    for name, microseconds in spans:
+        of_spans.append(Span(start, start + microseconds, name))
+        start += microseconds + gap
+    return of_spans
+
+
+@pytest.mark.parametrize("selects", [False, True])
+def test_a_round_is_divided_by_the_kernels_at_the_ends_of_its_stages(selects):
+    """Of two rounds the second is as long again; of the last one the profiler has seen the beginning alone."""
+    select = [("_select_kernel", 30.0)] if selects else []
+    passes = 2 * [("gemm", 50.0), ("_store_drafts_kernel", 10.0)]
+    one = [("_plan_kernel", 10.0), *passes, *select, ("gemm", 200.0), ("attention", 100.0), ("_settle_kernel", 5.0)]
+    two = [(name, 2 * microseconds) for name, microseconds in one]
+    spans = kernels(("gemm", 7.0), ("_settle_kernel", 5.0), ("copy", 9.0), *one, ("copy", 50.0), *two, *one[:-1])
+    expected = {"plan": 0.015, "draft": 0.18, "select": 0.045, "target": 0.45, "settle": 0.0075}
+    if not selects:
+        del expected["select"]
+    found = round_milliseconds(reversed(spans))
+    assert list(found) == list(expected)
+    assert found == pytest.approx(expected)
+    assert round_milliseconds(kernels(*one, gap=1.0))["target"] == pytest.approx(0.303)  # with the gaps
+    assert round_milliseconds([]) == {}
+
+
+def test_stages_end_with_kernels_that_rounds_launch():
+    """By these names the profiler has them."""
+    named = (decoding_round._plan_kernel, decoding_round._store_drafts_kernel, decoding_round._settle_kernel)
+    names = [kernel.__name__ for kernel in (*named, select_drafts._select_kernel)]
+    assert names == ["_plan_kernel", "_store_drafts_kernel", "_settle_kernel", "_select_kernel"]
 
 
 def test_waiting_for_copies_is_told_from_work():
@@ -87,11 +108,11 @@ def test_waiting_for_copies_is_told_from_work():
 
 
 def test_a_device_is_idle_where_no_span_covers_it():
-    assert idle_share([(0.0, 2.0), (3.0, 4.0)]) == 0.25
-    assert idle_share([(3.0, 4.0), (0.0, 2.0), (1.0, 3.5)]) == 0.0  # streams side by side, in any order
-    assert idle_share([(0.0, 10.0), (2.0, 3.0)]) == 0.0
+    assert idle_share([Span(0.0, 2.0), Span(3.0, 4.0)]) == 0.25
+    assert idle_share([Span(3.0, 4.0), Span(0.0, 2.0), Span(1.0, 3.5)]) == 0.0  # streams side by side, in any order
+    assert idle_share([Span(0.0, 10.0), Span(2.0, 3.0)]) == 0.0
     assert idle_share([]) is None
-    assert idle_share([(1.0, 1.0)]) is None
+    assert idle_share([Span(1.0, 1.0)]) is None
 
 
 @given(spans=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 6)), min_size=1))
@@ -100,4 +121,4 @@ def test_idle_is_every_moment_between_the_ends_that_no_span_covers(spans):
     first, last = min(begin for begin, _ in spans), max(end for _, end in spans)
     busy = sum(any(begin <= moment < end for begin, end in spans) for moment in range(first, last))
     expected = None if last == first else 1.0 - busy / (last - first)
-    assert idle_share(spans) == expected
+    assert idle_share([Span(begin, end) for begin, end in spans]) == expected

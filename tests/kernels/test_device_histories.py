@@ -60,7 +60,7 @@ def plain(toy_pair, _references):
     return LLM(toy_pair.target, attention_backend="triton", max_model_len=MAX_MODEL_LEN, max_num_seqs=1)
 
 
-@pytest.mark.parametrize("history", range(60 if "SPECPAGED_ALL_HISTORIES" in os.environ else 6))
+@pytest.mark.parametrize("history", range(60 if "SPECPAGED_ALL_HISTORIES" in os.environ else 10))
 def test_output_is_plain_decodings_through_preemption_chunks_forks_caching_and_aborts(toy_pair, plain, history):
     rng = random.Random(history)
     k, draft_is_target = rng.choice([0, 1, 2, 3]), rng.random() < 0.5
@@ -73,9 +73,33 @@ def test_output_is_plain_decodings_through_preemption_chunks_forks_caching_and_a
         speculative |= {"num_speculative_tokens": "auto", "max_num_speculative_tokens": k}
     elif k and rng.random() < 0.5:
         speculative |= {"selection": "tetris", "tetris_extra_proposals": rng.choice([1, 2])}
-    llm = LLM(
-        toy_pair.target,
-        speculative_config=speculative if k else None,
+    # Hardly more than one sequence needs, or enough.
+    memory = rng.choice([5, 7, 30]) * BLOCK_SIZE * BYTES_PER_TOKEN * (2 if k else 1)
+    llm = make(toy_pair.target, speculative if k else None, rng, history, kv_cache_memory_bytes=memory)
+    if k and llm.config.speculative_config.is_adaptive:
+        with_whim(llm, history, looks_back=False)
+    assert "a round failed" not in run(llm, plain, rng, history)
+    if k and draft_is_target:
+        assert llm.metrics.acceptance_rate in (None, 1.0)
+
+
+@pytest.mark.parametrize("history", range(2))
+@pytest.mark.parametrize("method", ["ngram", "eagle3", "clover"])
+def test_output_is_plain_decodings_whoever_drafts(target, heads, method, history):
+    """Rounds of lookups and of heads are the host's, whatever the engine is asked for."""
+    rng = random.Random(history)
+    speculative = {"method": method, "num_speculative_tokens": rng.choice([1, 2, 3])}
+    if method in heads:
+        speculative["model"] = heads[method]
+    plain = LLM(target[0], attention_backend="triton", max_model_len=MAX_MODEL_LEN, max_num_seqs=1)
+    llm = make(target[0], speculative, rng, history)
+    assert run(llm, plain, rng, history) == {"drafter"}
+
+
+def make(target, speculative, rng: random.Random, history: int, **arguments) -> LLM:
+    return LLM(
+        target,
+        speculative_config=speculative,
         attention_backend="triton",
         device_round=True,
         synchronous=history % 2 == 0,
@@ -83,12 +107,13 @@ def test_output_is_plain_decodings_through_preemption_chunks_forks_caching_and_a
         max_num_seqs=rng.choice([2, 4]),
         max_num_batched_tokens=rng.choice([8, 20, 100]),
         enable_prefix_caching=rng.random() < 0.5,
-        # Hardly more than one sequence needs, or enough.
-        kv_cache_memory_bytes=rng.choice([5, 7, 30]) * BLOCK_SIZE * BYTES_PER_TOKEN * (2 if k else 1),
+        **arguments,
     )
+
+
+def run(llm: LLM, plain: LLM, rng: random.Random, history: int) -> set[str]:
+    """Six requests, of which some are aborted; why steps were the host's."""
     engine = llm.engine
-    if k and llm.config.speculative_config.is_adaptive:
-        with_whim(llm, history, looks_back=False)
     prompts = toys.prompts(6, seed=history, shortest=1, longest=30)
     prompts[5] = {"prompt_token_ids": prompts[4]["prompt_token_ids"] + [1, 2]}  # something to find in the cache
     requests, outputs, aborted, step = {}, {}, set(), 0
@@ -109,10 +134,9 @@ def test_output_is_plain_decodings_through_preemption_chunks_forks_caching_and_a
     assert engine.allocator.num_free == engine.allocator.num_blocks
     assert outputs.keys() | aborted == requests.keys()
     assert not outputs.keys() & aborted
-    assert "a round failed" not in engine.host_steps
     # Some rounds were the device's, unless somebody has kept all of them from it.
-    assert sum(engine.host_steps.values()) < step or engine.host_steps.keys() & {"logprobs", "processing"}
-    if k and draft_is_target:
-        assert engine.metrics.acceptance_rate in (None, 1.0)
+    kept = engine.host_steps.keys() & {"logprobs", "processing", "drafter"}
+    assert sum(engine.host_steps.values()) < step or kept, engine.host_steps
     for request_id, output in outputs.items():
         assert outcome(output) == outcome(plain.generate(*requests[request_id], use_tqdm=False)[0]), request_id
+    return set(engine.host_steps)

@@ -67,11 +67,12 @@ def test_a_row_has_the_same_token_in_any_number_of_rows():
 @settings(max_examples=8)
 @example(num_rows=70, num_ids=70, in_features=600, dtype=torch.float32, seed=0)  # in two splits, which are merged
 @example(num_rows=5, num_ids=50, in_features=600, dtype=torch.float32, seed=1)  # which are programs of their own
+@example(num_rows=5, num_ids=50, in_features=600, dtype=torch.bfloat16, seed=2)
 @given(
     num_rows=st.sampled_from([1, 5, 70]),
     num_ids=st.integers(1, 70),
     in_features=st.just(96),
-    dtype=st.sampled_from([torch.float32, torch.float16]),
+    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
     seed=st.integers(0, 99),
 )
 def test_one_argmax_whether_of_the_output_layer_or_of_logits(num_rows, num_ids, in_features, dtype, seed):

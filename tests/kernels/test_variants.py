@@ -115,17 +115,20 @@ def table_keys() -> set[tuple]:
     return {key(variant.kernel.fn, variant.types, variant.constants) for variant in all_variants()}
 
 
-def test_the_engine_launches_nothing_that_is_not_in_the_table(tmp_path, monkeypatch):
+@pytest.mark.parametrize("rounds", ["host's", "device's", "device's, selected"])
+def test_the_engine_launches_nothing_that_is_not_in_the_table(tmp_path, monkeypatch, rounds):
     """A pair with head_dim 32, as no smaller one is compiled; with speculation, sampling, a prefill and splits."""
     for role, seed in (("target", 0), ("draft", 1)):
         toys.model(seed, head_dim=32, num_hidden_layers=1).save_pretrained(tmp_path / role)
     launches = Launches(monkeypatch)
     llm = LLM(
         str(tmp_path / "target"),
-        speculative_config={"model": str(tmp_path / "draft"), "num_speculative_tokens": 2, "numerics": "exact"},
+        speculative_config={"model": str(tmp_path / "draft"), "num_speculative_tokens": 2, "numerics": "exact"}
+        | ({"num_speculative_tokens": 1, "selection": "tetris"} if "selected" in rounds else {}),
         attention_backend="triton",
         max_model_len=64,
         max_num_seqs=2,
+        device_round="device" in rounds,
     )
     params = [SamplingParams(temperature=t, max_tokens=3, seed=1, ignore_eos=True) for t in (0.0, 1.0)]
     llm.generate(toys.prompts(2), params, use_tqdm=False)
@@ -133,7 +136,10 @@ def test_the_engine_launches_nothing_that_is_not_in_the_table(tmp_path, monkeypa
     assert launches.unaligned == set()
     launched = {k[0].rpartition(".")[2] for k in launches.keys}
     assert launched >= {"_attend_kernel", "_merge_kernel", "_store_kernel", "_linear_kernel", "_rms_norm_kernel",
-                        "_argmax_kernel", "_sample_kernel", "_accept_kernel"}  # fmt: skip
+                        "_argmax_kernel", "_sample_kernel"}  # fmt: skip
+    of_rounds = {"_pack_kernel", "_plan_kernel", "_store_drafts_kernel", "_noise_keys_kernel", "_settle_kernel"}
+    assert launched >= ({"_accept_kernel"} if rounds == "host's" else of_rounds)
+    assert ("_select_kernel" in launched) == ("selected" in rounds)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

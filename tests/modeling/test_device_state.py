@@ -56,11 +56,12 @@ def test_a_sequence_is_where_it_was_put_and_rows_of_nobody_do_not_run():
 @settings(max_examples=30)
 @given(data=st.data())
 def test_updates_leave_what_putting_anew_would(data):
-    """Tokens are appended, blocks come and go at the end, a sequence takes another's row; one upload for all of it."""
+    """Tokens are appended, blocks come and go at the end, a sequence takes another's row, or moves; one upload for all
+    of it."""
     state, known = make(), {}
     for _ in range(data.draw(st.integers(1, 6))):
         for row in range(NUM_ROWS):
-            action = data.draw(st.sampled_from(["none", "put", "grow", "clear"]))
+            action = data.draw(st.sampled_from(["none", "put", "grow", "clear", "move"]))
             if action == "put":
                 length = data.draw(st.integers(1, 20))
                 known[row] = row_state(length, blocks=data.draw(st.lists(st.integers(1, 99), max_size=5))), [7] * length
@@ -79,6 +80,11 @@ def test_updates_leave_what_putting_anew_would(data):
             elif action == "clear" and row in known:
                 state.clear(row)
                 del known[row]
+            elif action == "move" and row in known and row not in state._moves.values():
+                free = [to for to in range(NUM_ROWS) if to not in known]
+                if free:
+                    state.move(row, to := data.draw(st.sampled_from(free)))
+                    known[to] = known.pop(row)
         before = state._copies.num_uploads
         changed = state.num_changes > 0
         state.flush()
@@ -91,6 +97,44 @@ def test_updates_leave_what_putting_anew_would(data):
     anew = state._values.clone()
     state.flush()
     assert torch.equal(state._values, anew)
+
+
+def test_a_row_moves_with_what_a_round_in_flight_has_left_in_it():
+    """The host has noted a block, and knows neither of two tokens nor of the length."""
+    state, before = make(), row_state()
+    state.put(2, before, [3] * 9)
+    state.flush()
+    state.fields["token_ids"][2, 9:11] = torch.tensor([8, 9])
+    state.fields["num_tokens"][2] = 11
+    now = replace(before, blocks=[4, 2, 6])
+    state.update(2, before, now, [3] * 9)
+    state.move(2, 0)
+    with pytest.raises(ValueError, match="row=0 has come by a move"):
+        state.move(0, 1)
+    state.flush()
+    assert state._copies.num_uploads == 2
+    assert state.fields["token_ids"][0, :11].tolist() == [3] * 9 + [8, 9]
+    assert state.fields["num_tokens"].tolist() == [11, 0, 0]
+    state.check_integrity({0: (now, [3] * 9)}, is_ahead=True)
+    state.move(0, 1)  # it is there now
+    state.flush()
+    state.check_integrity({1: (now, [3] * 9)}, is_ahead=True)
+
+
+def test_what_goes_up_is_what_has_changed():
+    """A block, a K and a token are an int each; who has gone is the six by which a round would run it."""
+    state, before = make(), row_state()
+    state.put(0, before, [3] * 9)
+    state.flush()
+    now = replace(before, blocks=[4, 2, 6], max_drafts=1)
+    state.update(0, before, now, [3] * 9)
+    assert state.num_changes == 2
+    state.flush()
+    state.update(0, now, replace(now, num_tokens=10), [3] * 10)
+    assert state.num_changes == 2  # the token, and how many there are
+    state.flush()
+    state.clear(0)
+    assert state.num_changes == 6
 
 
 @pytest.mark.parametrize(

@@ -239,10 +239,10 @@ def test_what_rounds_would_hold_is_held_against_the_host(make_device):
     generate(llm)
     runner = model_runner(llm)
     runner.check_integrity()
-    runner.rounds.batch.state.fields["limits"][0] = 9
+    runner.rounds.batch.state.fields["limits"][-1] = 9
     with pytest.raises(IntegrityError, match="is nobody's"):
         runner.check_integrity()
-    runner.rounds.batch.state.fields["limits"][0] = 0
+    runner.rounds.batch.state.fields["limits"][-1] = 0
 
 
 def test_rounds_go_on_with_weights_that_are_loaded_anew(make_device):

@@ -39,6 +39,7 @@ def config(**arguments):
         ({"max_num_seqs": 50}, 100, 50 * 2),
         ({"max_num_seqs": 1}, 64, K + 1),  # of one sequence no more than max_model_len
         ({"max_num_seqs": 3, "max_num_batched_tokens": 3}, 3, 3),
+        ({"max_num_seqs": 6, "max_num_batched_tokens": 8, "device_round": True}, 6 * (K + 1), 6 * (K + 1)),
     ],
     ids=str,
 )
@@ -54,9 +55,18 @@ def test_the_largest_step_takes_both_models_through_all_tokens(pair, monkeypatch
     assert seen == [(model.kv_spec, num_tokens, num_logits) for model in (pair.draft, pair.target)]
 
 
-@pytest.mark.parametrize(("enforce_eager", "expected"), [(True, 800 - 250 - 70), (False, 800 - 250 - 140)])
-def test_kv_gets_what_the_largest_step_leaves_of_the_fraction(monkeypatch, enforce_eager, expected):
-    """Of 1000 bytes 100 are another's; ours are 250 after loading, 200 of them in tensors; a step rises to 270."""
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"enforce_eager": True}, 800 - 250 - 70),
+        ({}, 800 - 250 - 140),
+        ({"device_round": True}, 800 - 250 - 210),
+        ({"device_round": True, "enforce_eager": True}, 800 - 250 - 70),
+    ],
+)
+def test_kv_gets_what_the_largest_step_leaves_of_the_fraction(monkeypatch, arguments, expected):
+    """Of 1000 bytes 100 are another's; ours are 250 after loading, 200 of them in tensors; a step rises to 270, and
+    captured passes keep as much, and captured rounds."""
     allocated = {"peak": 0}
 
     def step(pair, config):
@@ -69,7 +79,7 @@ def test_kv_gets_what_the_largest_step_leaves_of_the_fraction(monkeypatch, enfor
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (650, 1000))
     ours = SpecPagedWorker.__new__(SpecPagedWorker)
-    ours.pair, ours.device, ours.engine_config = None, torch.device("cuda", 0), config(enforce_eager=enforce_eager)
+    ours.pair, ours.device, ours.engine_config = None, torch.device("cuda", 0), config(**arguments)
     ours.free_bytes = 900
     assert ours._free_device_memory(0.8) == expected
     with pytest.raises(ValueError, match=r"gpu_memory_utilization=0\.95 asks for 950 bytes; allowed: .* 900"):
