@@ -121,6 +121,18 @@ def test_a_row_moves_with_what_a_round_in_flight_has_left_in_it():
     state.check_integrity({1: (now, [3] * 9)}, is_ahead=True)
 
 
+def test_a_row_moves_to_where_another_one_has_just_gone():
+    """What was noted of that one is not the newcomer's."""
+    state, gone, stays = make(), row_state(), row_state(5, blocks=[9])
+    state.put(0, gone, [3] * 9)
+    state.put(2, stays, [6] * 5)
+    state.flush()
+    state.clear(0)
+    state.move(2, 0)
+    state.flush()
+    state.check_integrity({0: (stays, [6] * 5)}, is_ahead=False)
+
+
 def test_what_goes_up_is_what_has_changed():
     """A block, a K and a token are an int each; who has gone is the six by which a round would run it."""
     state, before = make(), row_state()
