@@ -2,8 +2,9 @@
 under the same memory where there is little; conversations of several turns, up to 1,024 tokens.
 
 Engines take turns of 30 ms at the same conversations. Generation memory is the blocks of both pools that were held at
-the peak, and a plan's buffers of the largest pass. Then, whether the largest batch of a plan is the engine's. Ends in a
-line of JSON.
+the peak, and a plan's buffers of the largest pass. Beside what is little stands the bound below which a plan expects
+drafts not to pay, at the speed that was measured. Then, whether the largest batch of a plan is the engine's. Ends in a
+table, a picture beside the JSON file, and a line of JSON.
 """
 
 from __future__ import annotations
@@ -22,16 +23,17 @@ MAX_MODEL_LEN = 1024
 NARROW = {"kv_cache_dtype": "bfloat16"}
 LITTLE = 1.5  # sequences of MAX_MODEL_LEN tokens that find room where there is little: a few, as they are shorter
 WIDE, PLAIN, PLAIN_NARROW, LITTLE_PLAIN = "as it comes", "plain", "plain, 16-bit KV", "little memory, plain"
+OF_DRAFT = "16-bit draft KV, window, small passes"  # whose outputs are those of the engine as it comes
 K = 3  # of the largest batch, which depends on it
 PLANNED = 5  # sequences, for which a plan has room
 
 
-def ways_of(little: int) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+def ways_of(little: int, rows: int) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
     """What the drafter and the engine are given, by name: of those with all the memory that they want, and of those
-    that have so many bytes for KV.
+    that have so many bytes for KV. Small passes have so many rows.
     """
-    plain = {"num_speculative_tokens": 0}
-    windowed, small = {**NARROW, "kv_window": 256}, {**NARROW, "max_num_batched_tokens": 256}
+    plain, few = {"num_speculative_tokens": 0}, {"max_num_batched_tokens": rows}
+    windowed, small = {**NARROW, "kv_window": 256}, {**NARROW, **few}
     budget = {"kv_cache_memory_bytes": little}
     return {
         WIDE: ({}, {}),
@@ -39,6 +41,7 @@ def ways_of(little: int) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
         PLAIN_NARROW: (plain, NARROW),
         "16-bit KV": (NARROW, NARROW),
         "16-bit KV, window, small passes": (windowed, small),
+        OF_DRAFT: (windowed, few),
         LITTLE_PLAIN: (plain, budget),
         "little memory, drafting": ({}, budget),
         "little memory, window": ({"kv_window": 256}, budget),
@@ -155,6 +158,41 @@ def figures_of(pair: Any, ours: Any, rounds: Sequence[dict[str, Served]], name: 
     }
 
 
+def bound_of(pair: Any, speed: float) -> int | None:
+    """Bytes of an engine from which on drafts pay, by a plan, where they make a batch so much faster; None: they never
+    do."""
+    from specpaged.planning.memory_model import MemoryModel
+    from specpaged.planning.plan import closed_bound
+
+    bound = closed_bound(MemoryModel(*models_of(pair)), speed, MAX_MODEL_LEN)
+    return None if bound is None else int(bound)
+
+
+def draw(name: str, figures: dict[str, dict[str, Any]], path: Path) -> None:
+    """Write a PNG: what each way holds, in megabytes, and its speed over the one that it stands beside."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    ways = list(figures)[::-1]
+    figure, (memory, speed) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained", sharey=True)
+    left = [figures[way]["kv_bytes"] / 1e6 for way in ways]
+    memory.barh(ways, left, label="KV")
+    memory.barh(ways, [figures[way]["buffers"] / 1e6 for way in ways], left=left, label="buffers")
+    memory.set_xlabel("generation memory, MB")
+    memory.legend(fontsize=8)
+    for i, way in enumerate(ways):
+        of, is_little = figures[way], figures[way]["over"] == LITTLE_PLAIN
+        speed.plot(of["spread"], [i, i], color="tab:red" if is_little else "tab:blue")
+        speed.plot(of["speed_over"], i, "o", color="tab:red" if is_little else "tab:blue")
+    speed.axvline(1.0, color="lightgray", linewidth=0.8, zorder=0)
+    speed.set_xlabel(f"speed over {WIDE!r}; red: over plain with little memory")
+    figure.suptitle(f"{name}: speculation within a memory budget", fontsize=10)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
 def largest_batch(pair: Any) -> dict[str, int]:
     """How many full sequences a plan has room for, and how many an engine with that memory runs without preemption."""
     from specpaged import LLM, SamplingParams
@@ -217,7 +255,11 @@ def main(
     max_tokens: Annotated[int, typer.Option(min=1, help="Of an answer.")] = 192,
     rounds: Annotated[int, typer.Option(min=1)] = 3,
     k: Annotated[int | None, typer.Option(min=1, help="Drafts of a round; else decided in every step.")] = None,
-    out: Annotated[Path | None, typer.Option(help="A file for the JSON.")] = None,
+    rows: Annotated[int, typer.Option(min=1, help="Of small passes.")] = 256,
+    little: Annotated[
+        float, typer.Option(min=1, help="Full sequences for which there is KV, where there is little.")
+    ] = LITTLE,
+    out: Annotated[Path | None, typer.Option(help="A file for the JSON, with a picture beside it.")] = None,
 ) -> None:
     """Measure."""
     import torch
@@ -231,13 +273,13 @@ def main(
     with tempfile.TemporaryDirectory() as directory:
         made = make_pair(pair, Path(directory), num_prompts)
         talks = conversations_of(made, prompts, num_prompts, turns)
-        little = int(LITTLE * MAX_MODEL_LEN * models_of(made)[0].kv_bytes_per_token)
+        little_bytes = int(little * MAX_MODEL_LEN * models_of(made)[0].kv_bytes_per_token)
         of_all = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": batch_size}
         drafting = made.speculative | {"num_speculative_tokens": "auto" if k is None else k}
         with models_loaded_once():
             engines = {
                 name: Ours(name, "exact", max_tokens, made.target, of_all | engine, **drafting | speculative)
-                for name, (speculative, engine) in ways_of(little).items()
+                for name, (speculative, engine) in ways_of(little_bytes, rows).items()
             }
         played = [serve(engines, talks, batch_size, max_tokens) for _ in tqdm(range(1 + rounds), unit="round")][
             1:
@@ -246,7 +288,7 @@ def main(
         for name, ours in engines.items():
             beside = LITTLE_PLAIN if name.startswith("little") else WIDE
             figures[name] = figures_of(made, ours, played, name, beside)
-        narrow = [name for name in engines if "16-bit" in name]
+        narrow = [name for name in engines if "16-bit" in name and name != OF_DRAFT]
         identical = all(
             of_round[name].token_ids == of_round[PLAIN_NARROW if name in narrow else PLAIN].token_ids
             for of_round in played
@@ -254,14 +296,20 @@ def main(
         )
         print_table(pair, figures, figures[WIDE]["generation_bytes"])
         batch = largest_batch(made)
+        bound = bound_of(made, 1 / figures[PLAIN]["speed_over"])
+        held = sum(model.weight_bytes for model in models_of(made)) + little_bytes
     print(f"outputs are {'' if identical else 'NOT '}those of plain decoding; the largest batch: {batch}")
+    of_bound = "drafts do not pay in any memory" if bound is None else f"drafts pay from {bound / 1e6:.1f} MB on"
+    print(f"by the plan and the speed beside plain {of_bound}; with little memory there are {held / 1e6:.1f} MB")
     settings = {"pair": pair, "prompts": prompts and prompts.name, "turns": turns, "batch_size": batch_size, "k": k,
-                "num_prompts": num_prompts, "max_tokens": max_tokens, "rounds": rounds, "little": little}  # fmt: skip
+                "num_prompts": num_prompts, "max_tokens": max_tokens, "rounds": rounds, "rows": rows,
+                "little": little_bytes}  # fmt: skip
     results = environment(1) | {"study": "budget", "settings": settings, "ways": figures} | {
-        "identical": identical, "largest_batch": batch
+        "identical": identical, "largest_batch": batch, "bound": bound, "held_where_little": held
     }  # fmt: skip
     if out is not None:
         out.write_text(json.dumps(results, indent=1) + "\n")
+        draw(pair, figures, out.with_suffix(".png"))
     print(json.dumps(results))
 
 

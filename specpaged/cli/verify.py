@@ -99,6 +99,7 @@ def verify(
                 "faults": len(faults),
                 "acceptance_rate": job.llm.metrics.acceptance_rate,
                 "mean_acceptance_length": job.llm.metrics.mean_acceptance_length,
+                "overlapped_steps": job.llm.metrics.overlapped_steps,
             }
         )
     else:

@@ -62,8 +62,8 @@ class DeviceBatch:
         return members
 
     def _close_up(self, num_seqs: int) -> None:
-        """Let the last rows be the first that are free, where rounds of so many sequences then have half the rows."""
-        if max(0, self.num_rows - 1).bit_length() <= max(0, num_seqs - 1).bit_length():  # as buckets of rounds have it
+        """Let the last rows be the first that are free, where rounds of so many sequences then have fewer rows."""
+        if self.state.bucket(self.num_rows) <= self.state.bucket(num_seqs):
             return
         for member in sorted(self.members.values(), key=lambda member: member.row, reverse=True):
             if member.row < len(self.members):

@@ -185,6 +185,8 @@ class DeviceEngine(Engine):
             return None  # whoever has drafts of the host's still has them, for its step
         for sequence in running:
             take_over(sequence)
+        if self.speculative_step.planner is not None:
+            self.speculative_step.planner.dropped()
         return [
             row_state(sequence, self._limit(sequence), k, drafts=num_wanted > 0)
             for sequence, k, num_wanted in zip(running, counts, wanted, strict=True)

@@ -113,7 +113,6 @@ class DraftPlanner:
         """How much to draft for each in a round that a device runs by itself: nobody hears what it takes, or looks at a
         draft before it is verified.
         """
-        self._proposals.clear()  # what the host has drafted before is dropped
         is_deaf, self.clock.is_deaf = self.clock.is_deaf, True
         try:
             plan = self.plan(sequences)
@@ -123,6 +122,10 @@ class DraftPlanner:
         if plan.tries_rows:  # as a host's step has planned it
             return [0] * len(sequences)
         return list(plan.num_draft_tokens if plan.stop_rule is None else plan.without_rule)
+
+    def dropped(self) -> None:
+        """What the host has drafted is verified by nobody: rounds draft for themselves."""
+        self._proposals.clear()
 
     def verified(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
         """So many of its drafts stood in such a round, of those that the target has seen."""

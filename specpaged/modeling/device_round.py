@@ -117,7 +117,7 @@ class DeviceRound:
     ) -> RoundBucket:
         """The smallest one for the state's first num_seqs rows, of which some are sequences, of up to `lengths` tokens
         behind the round, drafts among them. With num_drafts = 0, no row may have KV of the draft."""
-        num_seqs = min(1 << (num_seqs - 1).bit_length(), self.state.num_rows)
+        num_seqs = self.state.bucket(num_seqs)
         draft_items = self._most_items(self.draft, _FIRST_PASS_ROWS, lengths) if num_drafts else 0
         target_items = self._most_items(self.target, num_drafts + 1, lengths)
         return RoundBucket(num_seqs, num_drafts, draft_items, target_items, draws, has_temperatures)

@@ -6,6 +6,7 @@ One buffer of int32 holds a row of every field for each sequence that may run. A
 
     put, move, clear, ...      note places in the buffer and what is to be there     no device is involved
     flush                      one upload of all of that, and one scatter            nothing, where nothing changed
+                               (where rows move, first a gather and a scatter of each field)
 
 A round changes tokens behind the known ones, the lengths, and the limit of a row that has failed. All of that follows
 from what comes back of it, so that the host's own record stays right, one round late.
@@ -60,6 +61,11 @@ class RowState:
         }
 
 
+def state_bytes(num_rows: int, max_model_len: int, block_size: int) -> int:
+    """Of a DeviceState of so many sequences."""
+    return DeviceState(num_rows, max_model_len, block_size, torch.device("meta"), Copies()).num_bytes
+
+
 class DeviceState:
     """The buffers of up to `num_rows` sequences of up to `max_model_len` tokens."""
 
@@ -82,16 +88,25 @@ class DeviceState:
         }
         self.fields: dict[str, Tensor] = views  # each [num_rows, ...] int32
         self._changes: dict[int, int] = {}  # by place in the buffer
-        self._moves: dict[int, int] = {}  # rows that are taken over as they are, before anything changes; to where
+        self._moves: dict[int, int] = {}  # rows that are taken over, before anything changes, as others are
 
     def rows(self, num_seqs: int) -> Rows:
         """The first rows, for the kernels of a round."""
         names = ("token_ids", "num_tokens", "draft_context_lens", "limits", "max_drafts", "has_draft")
         return Rows(*(self.fields[name][:num_seqs] for name in names))
 
+    def bucket(self, num_seqs: int) -> int:
+        """Rows of a round of so many sequences: a power of two, or all that there are."""
+        return min(1 << max(0, num_seqs - 1).bit_length(), self.num_rows)
+
     def temperatures(self, num_seqs: int) -> Tensor:
         """[num_seqs] float32 of the first rows: 1 of those that are greedy."""
         return self.fields["temperatures"][:num_seqs].view(torch.float32)
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes of the device's memory."""
+        return self._values.nbytes
 
     @property
     def num_changes(self) -> int:
@@ -125,15 +140,13 @@ class DeviceState:
     def move(self, row: int, to: int) -> None:
         """The sequence of this row is in another one from now on, which is nobody's, with all that it has by then: a
         round in flight may be ahead of what the host knows of it."""
-        if row in self._moves.values():
-            raise ValueError(f"row={row} has come by a move that is not on the device yet; allowed: another row")
         for name, stride in self._strides.items():
             start, end = (self._starts[name] + of * stride for of in (row, to))
-            for place in range(end, end + stride):
-                self._changes.pop(place, None)
-            noted = [place for place in range(start, start + stride) if place in self._changes]
-            self._changes.update({place - start + end: self._changes.pop(place) for place in noted})
-        self._moves[row] = to
+            for place in self._noted(end, stride):
+                del self._changes[place]
+            for place in self._noted(start, stride):
+                self._changes[place - start + end] = self._changes.pop(place)
+        self._moves[to] = self._moves.pop(row, row)
         self.clear(row)
 
     def clear(self, row: int) -> None:
@@ -147,7 +160,7 @@ class DeviceState:
             return
         parts = self._moves, self._moves.values(), self._changes, self._changes.values()
         sizes = [len(part) for part in parts]
-        sources, targets, places, values = self._copies.upload(ints([*chain(*parts)])).split(sizes)
+        targets, sources, places, values = self._copies.upload(ints([*chain(*parts)])).split(sizes)
         for field_values in self.fields.values() if self._moves else ():
             field_values.index_copy_(0, targets, field_values.index_select(0, sources))
         self._values.index_copy_(0, places, values.int())
@@ -182,6 +195,12 @@ class DeviceState:
     def _check(row: int, found: Tensor, expected: Sequence[int], what: str) -> None:
         if found[row, : len(expected)].tolist() != list(expected):
             raise IntegrityError(f"row {row} has other {what} on the device than on the host: {list(expected)}")
+
+    def _noted(self, start: int, count: int) -> list[int]:
+        """Of so many places those that change."""
+        if count < len(self._changes):
+            return [place for place in range(start, start + count) if place in self._changes]
+        return [place for place in self._changes if start <= place < start + count]
 
     def _note(self, name: str, row: int, values: Iterable[int], offset: int = 0) -> None:
         place = self._starts[name] + row * self._strides[name] + offset

@@ -137,6 +137,7 @@ class DeviceRounds:
         drafts, num_drafts = [any(counts)] * len(running), self.round.num_drafts
         if self._is_adaptive:  # of as many as vLLM has lent slots for
             counts = list(map(min, counts, self.step.planner.plan_round(running)))
+            self.step.planner.dropped()
             drafts, num_drafts = [k > 0 for k in counts], max(counts)
         states = list(map(self._state, running, counts, drafts))
         metrics = self.step.metrics

@@ -21,6 +21,7 @@ from specpaged.engine.cost_probe import get_planner
 from specpaged.engine.report import StartupReport
 from specpaged.engine.step import SpeculativeStep
 from specpaged.metrics import EngineMetrics
+from specpaged.modeling.device_state import state_bytes
 from specpaged.modeling.pair import ModelPair
 from specpaged.paging.kv_cache import PagedKVCache
 from specpaged.vllm_plugin import admission
@@ -157,8 +158,11 @@ class SpecPagedWorker(Refusals, WorkerBase):
         torch.cuda.reset_peak_memory_stats(self.device)
         run_largest_step(self.pair, self.engine_config)
         step = torch.cuda.max_memory_allocated(self.device) - before
-        if not self.engine_config.enforce_eager:  # what is captured shares a pool: passes have one, and rounds another
-            step *= 3 if self.engine_config.device_round else 2
+        config = self.engine_config
+        if not config.enforce_eager:  # as much for the passes that are captured, and for rounds
+            step *= 3 if config.device_round else 2
+        if config.device_round:
+            step += state_bytes(config.max_num_seqs, config.max_model_len, config.block_size)
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.device)
         asked = int(total * fraction)

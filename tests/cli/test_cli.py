@@ -383,6 +383,18 @@ def test_verify_ends_with_the_number_of_identical_outputs(specpaged, prompts, tm
     assert len(output.read_text().splitlines()) == 6
 
 
+@pytest.mark.parametrize("sampling", [(), ("--temperature", 0.8, "--seed", 7)])
+def test_verify_says_how_many_steps_overlapped(specpaged, prompts, sampling):
+    """With a fixed K they do; in the default schedule none does."""
+    arguments = ("--prompts", prompts, "--max-num-seqs", 4, "--num-speculative-tokens", 2, "--json", *SHORT, *sampling)
+    for schedule, overlaps in (("overlap", True), ("continuous", False)):
+        result = specpaged("verify", "--schedule", schedule, *arguments)
+        assert result.exit_code == 0
+        last = json.loads(result.stdout.splitlines()[-1])
+        assert (last["overlapped_steps"] > 0) == overlaps
+        assert (last["identical"], last["prompts"]) == (6, 6)
+
+
 @pytest.mark.parametrize(
     ("num_drafts", "num_tokens", "said"),
     [

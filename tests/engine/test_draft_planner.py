@@ -367,6 +367,11 @@ def test_what_a_host_has_planned_and_drafted_before_is_not_taken_for_a_devices()
     planner.select([member], [Draft([5, 6])])
     assert planner.plan_round([member]) == [0]
     planner.committed(member, [7])
+    assert told, "there were no blocks for a round, and the host has verified it"
+    told.clear()
+    planner.select([member], [Draft([5, 6])])
+    planner.dropped()
+    planner.committed(member, [7])
     assert not told
 
 

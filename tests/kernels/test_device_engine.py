@@ -135,7 +135,7 @@ def whole_outputs(plain, which: int, temperature: float) -> list[tuple]:
 
 @pytest.mark.parametrize("synchronous", [True, False])
 def test_who_outlives_the_others_does_not_run_in_their_bucket(tokenizer_pair, plain, synchronous):
-    """The last of three by row; then another one comes beside it. Nobody runs in more rows than it takes."""
+    """The last of three by row. Nobody runs in more rows than it takes."""
     llm = make(tokenizer_pair, 2, synchronous=synchronous)
     launch, launched = llm.engine.round.launch, []
     running = llm.engine.scheduler.running
@@ -155,20 +155,22 @@ def test_drafts_of_the_hosts_are_kept_where_a_round_finds_no_blocks(tokenizer_pa
         engine.add_request(str(i), prompt["prompt_token_ids"], GREEDY_9)
     while not all(request.sequences[0].draft for request in engine.requests.values()):
         engine.step()  # on the host: prefills, behind which it drafts
-    drafted = {sequence: sequence.draft for sequence in engine.scheduler.running}
+    num_drafted = sum(len(sequence.draft) for sequence in engine.scheduler.running)
     assert engine._flight is None
-    reserve, asked = type(engine.scheduler.running[0].page_table).reserve, []
+    table, asked = type(engine.scheduler.running[0].page_table), []
+    reserve, before = table.reserve, engine.metrics.draft_tokens
 
-    def fail_for_the_second(table, num_slots):
-        asked.append(table)
+    def fail_for_the_second(*of):
+        asked.append(of)
         if len(asked) == 2:
             raise OutOfBlocksError("no block is free")
-        return reserve(table, num_slots)
+        return reserve(*of)
 
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(type(engine.scheduler.running[0].page_table), "reserve", fail_for_the_second)
-        assert engine._reserve([3, 3]) is None
-    assert {sequence: sequence.draft for sequence in engine.scheduler.running} == drafted
+        monkeypatch.setattr(table, "reserve", fail_for_the_second)
+        engine.step()
+    assert engine.host_steps["no blocks"] == 1
+    assert engine.metrics.draft_tokens == before + num_drafted > before
     outputs = {}
     while engine.has_unfinished_requests:
         outputs |= {output.request_id: output.outputs[0].token_ids for output in engine.step()}
@@ -300,7 +302,7 @@ def test_a_steady_round_uploads_nothing_and_waits_for_the_round_before(tokenizer
         num_quiet += not changed
     assert num_quiet > 3
     # As a list what was read is the host's.
-    assert {*operations.seen} <= {"aten.resolve_conj.default", "aten.resolve_neg.default"}
+    assert {*operations.seen} == {"aten.resolve_conj.default", "aten.resolve_neg.default"}
 
 
 def test_captured_rounds_are_replayed_for_whoever_runs(tokenizer_pair, plain, monkeypatch):

@@ -5,14 +5,19 @@ from __future__ import annotations
 import threading
 
 import pytest
+import torch
 
 vllm = pytest.importorskip("vllm", reason="vLLM is not installed: make install-vllm")
 
 from vllm.v1.outputs import AsyncModelRunnerOutput  # noqa: E402
 
 from specpaged.config import EMBEDDED_TARGET  # noqa: E402
+from specpaged.engine.device_batch import Member  # noqa: E402
+from specpaged.engine.device_commit import Flight  # noqa: E402
 from specpaged.modeling import device_round  # noqa: E402
+from specpaged.modeling.copies import Copies  # noqa: E402
 from specpaged.paging.block_allocator import IntegrityError  # noqa: E402
+from specpaged.vllm_plugin.device_rounds import RoundOutput  # noqa: E402
 from tests.engine.test_decisions import Whim, planner_of  # noqa: E402
 from tests.kernels import references  # noqa: E402
 from tests.kernels.test_device_engine import LoggedCopies  # noqa: E402
@@ -169,6 +174,14 @@ def test_who_sits_a_step_out_is_given_the_tokens_of_its_last_round_before(make_d
     assert came
     assert min(came) > 0
     check_nothing_is_held(llm)
+
+
+def test_tokens_are_of_the_row_that_a_sequence_had_in_the_round():
+    """It has another one by the time that somebody reads them."""
+    reading = Copies().read(torch.tensor([[9, 0, 0, 0, 0, 70, 71], [1, 0, 1, 0, 1, 80, 0], [2, 1, 1, 0, 1, 90, 91]]))
+    member = Member(type("Named", (), {"request_id": "a"})(), 0, None)
+    output = RoundOutput(Flight([member], [2], [True], reading)).get_output()
+    assert (output.req_ids, output.sampled_token_ids) == (["a"], [[90, 91]])
 
 
 def test_a_step_is_launched_before_the_one_before_it_is_read(make_device):

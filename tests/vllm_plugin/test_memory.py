@@ -60,19 +60,20 @@ def test_the_largest_step_takes_both_models_through_all_tokens(pair, monkeypatch
     [
         ({"enforce_eager": True}, 800 - 250 - 70),
         ({}, 800 - 250 - 140),
-        ({"device_round": True}, 800 - 250 - 210),
-        ({"device_round": True, "enforce_eager": True}, 800 - 250 - 70),
+        ({"device_round": True}, 800 - 250 - 210 - 5),
+        ({"device_round": True, "enforce_eager": True}, 800 - 250 - 70 - 5),
     ],
 )
 def test_kv_gets_what_the_largest_step_leaves_of_the_fraction(monkeypatch, arguments, expected):
     """Of 1000 bytes 100 are another's; ours are 250 after loading, 200 of them in tensors; a step rises to 270, and
-    captured passes keep as much, and captured rounds."""
+    captured passes keep as much, and captured rounds. What rounds know of sequences is 5 bytes."""
     allocated = {"peak": 0}
 
     def step(pair, config):
         allocated["peak"] = 270
 
     monkeypatch.setattr(worker, "run_largest_step", step)
+    monkeypatch.setattr(worker, "state_bytes", lambda *sizes: 5)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 200)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: allocated["peak"])
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: allocated.update(peak=200))

@@ -52,6 +52,26 @@ struct Entering {
     std::vector<T> normed;  // [N, any width], or none: the layer's own norm makes it of x
 };
 
+// What a pass writes on its way, of the thread that calls. It stays, as large as the largest pass was: the pages of
+// memory that is new are zeroed, and what the C library keeps of one model's buffers would be held beside another's.
+template <typename T>
+struct Workspace {
+    std::vector<T> x, normed, added, qkv, attended, gates, through, taken;
+    std::vector<float> cosine, sine;
+};
+
+// At least so many elements, of any value.
+template <typename T>
+void fit(std::vector<T>& buffer, int64_t size) {
+#ifdef __SANITIZE_ADDRESS__
+    if (int64_t(buffer.size()) == size) return;  // so that what is beyond them is found
+#else
+    if (int64_t(buffer.size()) >= size) return;
+#endif
+    std::vector<T>().swap(buffer);  // first: both would be the peak
+    buffer.resize(size_t(size));
+}
+
 template <typename T>
 void gather(const std::vector<T>& rows, const int64_t* idx, int64_t count, int64_t size, T* taken) {
     for (int64_t i = 0; i < count; ++i) std::memcpy(taken + i * size, rows.data() + idx[i] * size, size * sizeof(T));
@@ -62,6 +82,14 @@ std::vector<T> gather(const std::vector<T>& rows, const std::vector<int64_t>& id
     std::vector<T> taken(idx.size() * size_t(size));
     gather(rows, idx.data(), int64_t(idx.size()), size, taken.data());
     return taken;
+}
+
+// The first rows of a buffer are now those of idx.
+template <typename T>
+void keep(std::vector<T>& rows, const std::vector<int64_t>& idx, int64_t size, std::vector<T>& taken) {
+    fit(taken, int64_t(idx.size()) * size);
+    gather(rows, idx.data(), int64_t(idx.size()), size, taken.data());
+    std::copy_n(taken.begin(), idx.size() * size_t(size), rows.begin());
 }
 
 // The places that idx [count] have in rows, which ascend and hold them all.
@@ -109,11 +137,16 @@ void forward(const Decoder& decoder, Pass pass, void* const* pools, const int64_
     std::sort(attending_rows.begin(), attending_rows.end());
     attending_rows.erase(std::unique(attending_rows.begin(), attending_rows.end()), attending_rows.end());
     const int64_t num_outputs = all_rows ? num_rows : int64_t(output_rows.size());
-    const int64_t most_rows = std::max(num_rows, num_outputs);
-    std::vector<T> x(entering ? 0 : size_t(num_rows * hidden)), normed(size_t(most_rows * hidden)), added(normed.size());
-    std::vector<T> qkv(size_t(num_rows * qkv_size)), attended(size_t(num_rows * q_size));
-    std::vector<T> gates(size_t(most_rows * 2 * inner)), through(size_t(most_rows * inner));
-    std::vector<float> cosine, sine;
+    const int64_t most_rows = std::max({num_rows, num_outputs, num_logits});
+    static thread_local Workspace<T> workspace;
+    std::vector<T>&x = workspace.x, &normed = workspace.normed, &added = workspace.added, &qkv = workspace.qkv;
+    std::vector<T>&attended = workspace.attended, &gates = workspace.gates, &through = workspace.through;
+    std::vector<float>&cosine = workspace.cosine, &sine = workspace.sine;
+    for (std::vector<T>* const buffer : {&x, &normed, &added}) fit(*buffer, most_rows * hidden);
+    fit(qkv, num_rows * qkv_size);
+    fit(attended, most_rows * q_size);
+    fit(gates, most_rows * 2 * inner);
+    fit(through, most_rows * inner);
 
     const auto apply = [&](const std::vector<T>& from, const Weight& weight, const void* bias, int64_t in, int64_t out,
                            T* to) {
@@ -135,7 +168,7 @@ void forward(const Decoder& decoder, Pass pass, void* const* pools, const int64_
         std::swap(added, normed);
     };
 
-    if (entering) x.swap(entering->x);
+    if (entering) std::copy(entering->x.begin(), entering->x.end(), x.begin());
     else
         by_rows([&](int64_t first, int64_t count) {
             embed(decoder, token_ids + first, count, &x[size_t(first * hidden)]);
@@ -152,8 +185,8 @@ void forward(const Decoder& decoder, Pass pass, void* const* pools, const int64_
         const int64_t width = is_normed ? int64_t(read.size()) / num_rows : hidden;
         apply(read, layer.qkv, layer.qkv_bias, width, qkv_size, qkv.data());
         const int64_t half = layer.cosine ? layer.rope_half : 0;
-        cosine.resize(size_t(num_rows * half));
-        sine.resize(cosine.size());
+        fit(cosine, num_rows * half);
+        fit(sine, num_rows * half);
         by_rows([&](int64_t first, int64_t count) {
             float *const cosines = cosine.data() + first * half, *const sines = sine.data() + first * half;
             for (int64_t i = 0; i < count; ++i) {
@@ -171,8 +204,8 @@ void forward(const Decoder& decoder, Pass pass, void* const* pools, const int64_
                qkv_size, head_dim, attended.data(), is_last && !all_rows ? &attending_rows : nullptr);
         if (is_last && num_outputs == 0) return;
         if (is_last && !all_rows) {
-            x = gather(x, output_rows, hidden);
-            attended = gather(attended, output_rows, q_size);
+            keep(x, output_rows, hidden, workspace.taken);
+            keep(attended, output_rows, q_size, workspace.taken);
             num_rows = num_outputs;
         }
         apply(attended, layer.o, layer.o_bias, q_size, hidden, added.data());
@@ -197,7 +230,7 @@ void forward(const Decoder& decoder, Pass pass, void* const* pools, const int64_
             gather(from, rows, count, hidden, last);
         } else {
             gather(from, places(output_rows, rows, count).data(), count, hidden, last);
-            normed = gather(normed, places(output_rows, logits_idx, num_logits), hidden);
+            keep(normed, places(output_rows, logits_idx, num_logits), hidden, workspace.taken);
             num_rows = num_logits;
             if (num_logits == 0) return;
         }
