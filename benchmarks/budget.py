@@ -125,8 +125,7 @@ def models_of(pair: Any, num_pools: int = 2) -> list[Any]:
 
     paths = (pair.target, pair.speculative["model"])[:num_pools]
     return [
-        ModelMemory.of(CheckpointTensors.read(path), max_model_len=MAX_MODEL_LEN, is_fast=i > 0, dtype="float32")
-        for i, path in enumerate(paths)
+        ModelMemory.of(CheckpointTensors.read(path), max_model_len=MAX_MODEL_LEN, dtype="float32") for path in paths
     ]
 
 

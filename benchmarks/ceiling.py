@@ -23,7 +23,7 @@ DRAFT_STEPS = 4
 def run_pass(runner: ModelRunner, rows: list[RaggedRow], steps: int = 1) -> None:
     """A pass as an engine runs it, with the argmax of its logits; or several, as a draft makes them in one call."""
     vocab_size = runner.model.vocab_size
-    if not runner.runs_greedy(sum(len(row.token_ids) for row in rows)):
+    if not runner.runs_greedy:
         batch = pack(rows, runner.kv_cache.block_size)
         runner.greedy_steps([batch] * steps, [None] * steps, vocab_size)
     elif steps > 1:

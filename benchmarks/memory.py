@@ -1,4 +1,5 @@
 """`python -m benchmarks.memory K [PAIR]`: the peak of resident memory beside its floor, in a process of its own; JSON.
+`python -m benchmarks.memory all FILE`: of three pairs, with K = 5 and plainly; a table, a picture and a file of JSON.
 
 And beside what a plan says of it: its `planned` bytes are those of the engine, `share` what was measured over that.
 What the process held before, `imports`, is not counted: a toy engine has run in it, so that libraries are loaded.
@@ -9,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -17,6 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks.adaptive.pairs import Pair, make_pair
+from benchmarks.environment import environment
 from specpaged import LLM, SamplingParams
 from specpaged.planning.checkpoint_tensors import CheckpointTensors
 from specpaged.planning.memory_model import MemoryModel
@@ -26,6 +29,7 @@ from specpaged.testing import synthetic_pair
 KV_BYTES = 64 << 20
 BATCH_SIZE = 32
 MAX_MODEL_LEN = 512
+PAIRS, KS = ("embedded", "draft 0.4, 0.6", "draft 0.05, 0.6"), (5, 0)
 _TOY = 64  # what the shape of the toys is divided by
 
 
@@ -93,12 +97,59 @@ def planned_bytes(pair: Pair, k: int, num_prompt_tokens: int) -> int:
     """What a plan says of such an engine: weights, pools and the buffers of its largest pass."""
     paths = (pair.target, pair.speculative["model"])[: 1 + (k > 0)]
     models = [
-        ModelMemory.of(CheckpointTensors.read(path), dtype="float32", max_model_len=MAX_MODEL_LEN, is_fast=i > 0)
-        for i, path in enumerate(paths)
+        ModelMemory.of(CheckpointTensors.read(path), dtype="float32", max_model_len=MAX_MODEL_LEN) for path in paths
     ]
     model = MemoryModel(*models, max_num_batched_tokens=min(2048, num_prompt_tokens))
     return model.weight_bytes + model.null_blocks + KV_BYTES + model.workspace(BATCH_SIZE, k)
 
 
+def survey(out: Path) -> None:
+    """Every pair and K, each in a process of its own."""
+    cells: dict[str, dict[str, Any]] = {}
+    for name in PAIRS:
+        for k in KS:
+            command = [sys.executable, "-m", "benchmarks.memory", str(k), name]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            cells[f"{name}; K = {k}"] = figures = json.loads(done.stdout.splitlines()[-1])
+            print(f"{name}, K = {k}: {figures['share']:.3f} of the plan", file=sys.stderr, flush=True)
+    results = environment(1) | {"batch_size": BATCH_SIZE, "kv_bytes": KV_BYTES, "cells": cells}
+    out.write_text(json.dumps(results, indent=1) + "\n")
+    show(cells, out.with_suffix(".png"))
+    print(json.dumps(results))
+
+
+def show(cells: dict[str, dict[str, Any]], picture: Path) -> None:
+    """A line for each cell, and bars of what was planned and measured."""
+    import matplotlib
+    from rich.console import Console
+    from rich.table import Table
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    table = Table(title="peak of resident memory, MB", caption="without what libraries hold before an engine is made")
+    for column in ("", "weights and KV", "buffers", "planned", "measured", "over the plan"):
+        table.add_column(column, justify="right" if column else "left")
+    measured = {name: of["peak"] - of["imports"] for name, of in cells.items()}
+    for name, of in cells.items():
+        parts = (of["floor"], of["buffers"], of["planned"], measured[name])
+        table.add_row(name, *(f"{part / 1e6:.1f}" for part in parts), f"{of['share']:.3f}")
+    Console(width=110).print(table)
+    figure, ax = plt.subplots(figsize=(8, 3.2), layout="constrained")
+    for offset, label, values in ((0.2, "planned", [of["planned"] for of in cells.values()]), (-0.2, "measured",
+                                  measured.values())):  # fmt: skip
+        ax.barh([i + offset for i in range(len(cells))], [value / 1e6 for value in values], 0.38, label=label)
+    ax.set_yticks(range(len(cells)), cells)
+    ax.set_xlabel("MB")
+    ax.legend(fontsize=8)
+    figure.savefig(picture, dpi=110)
+    plt.close(figure)
+
+
 if __name__ == "__main__":
-    main(int(sys.argv[1]), *sys.argv[2:])
+    if sys.argv[1:2] == ["all"] and len(sys.argv) == 3:
+        survey(Path(sys.argv[2]))
+    elif sys.argv[1:2] and sys.argv[1].isdigit():
+        main(int(sys.argv[1]), *sys.argv[2:])
+    else:
+        sys.exit("usage: python -m benchmarks.memory K [PAIR], or python -m benchmarks.memory all FILE")

@@ -38,7 +38,7 @@ def test_draft_step(benchmark, threads, results, batch_size):
         for name, steps in seconds:
             start = time.perf_counter()
             runner, vocab_size = runners[name], runners[name].model.vocab_size
-            if runner.runs_greedy(batch_size):
+            if runner.runs_greedy:
                 runner.greedy(rows, vocab_size, [steps - 1] * batch_size, wants_logprobs=True)
             else:
                 runner.greedy_steps([batch] * steps, [None] * steps, vocab_size)

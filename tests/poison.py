@@ -24,7 +24,7 @@ def spoil_logits(runner: ModelRunner, spoil: Callable[[RaggedBatch, Tensor], Non
         return ForwardOutput(None, Argmax.of(output.logits[:, :argmax_of]), output.hidden_states)
 
     monkeypatch.setattr(runner, "forward", spoiled_forward)
-    monkeypatch.setattr(runner, "runs_greedy", lambda num_rows: False)  # which makes no logits that could be seen
+    monkeypatch.setattr(runner, "runs_greedy", False)  # which makes no logits that could be seen
 
 
 class Poison:

@@ -63,14 +63,14 @@ class LanePasses:
 
 
 def _verify(runner: ModelRunner, rows: list[RaggedRow]) -> None:
-    if runner.runs_greedy(sum(len(row.token_ids) for row in rows)):
+    if runner.runs_greedy:
         runner.greedy(rows, runner.model.vocab_size)
         return
     runner.forward(_packed(runner, rows), argmax_of=runner.model.vocab_size).argmax.token_ids.tolist()
 
 
 def _draft(runner: ModelRunner, rows: list[RaggedRow], k: int) -> None:
-    if runner.runs_greedy(len(rows)):
+    if runner.runs_greedy:
         runner.greedy(rows, runner.model.vocab_size, [k - 1] * len(rows), wants_logprobs=True)
         return
     for _ in range(k):

@@ -119,7 +119,7 @@ class ModelDrafter(Drafter):
     @override
     def stops(self) -> bool:
         """Where it decodes greedily, in one call: nobody waits for a device to know."""
-        return self.runner.runs_greedy(1)
+        return self.runner.runs_greedy
 
     @property
     @override

@@ -18,6 +18,10 @@ from specpaged.modeling.ragged_batch import RaggedBatch, RaggedRow, pack, upload
 from specpaged.sampling.batch import SamplingBatch
 from specpaged.speculation.stop_rule import StopRule
 
+# Of a pass: with more of them the pass of a small model is hardly quicker, and its buffers are what a draft holds of
+# memory beside its weights and KV.
+MOST_ROWS = 512
+
 
 class DraftModelDrafter(ModelDrafter):
     """Proposes by decoding the draft model: one ragged pass over what it has not seen, then one token each.
@@ -35,7 +39,7 @@ class DraftModelDrafter(ModelDrafter):
     def __init__(self, runner: ModelRunner, vocab_size: int, max_num_batched_tokens: int, with_probs: bool):
         self.runner = runner
         self.vocab_size = vocab_size
-        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_num_batched_tokens = min(max_num_batched_tokens, MOST_ROWS)
         self.with_probs = with_probs
 
     @override
@@ -49,7 +53,7 @@ class DraftModelDrafter(ModelDrafter):
         drafts = [NO_DRAFT] * len(sampling.requests)
         if not chunks:
             return drafts
-        if sampling.takes_argmax and all(self.runner.runs_greedy(_num_tokens(chunk)) for chunk in chunks):
+        if sampling.takes_argmax and self.runner.runs_greedy:
             looked_back = self._in_one_call(chunks, drafting, stop_rule, drafts)
             return self._looked_back(drafts, looking, looked_back)
         passes = [self._packed(chunk) for chunk in chunks]
@@ -194,7 +198,3 @@ class DraftModelDrafter(ModelDrafter):
                 budget -= end - start
                 start = end
         return chunks
-
-
-def _num_tokens(rows: Sequence[RaggedRow]) -> int:
-    return sum(len(row.token_ids) for row in rows)

@@ -57,7 +57,7 @@ class HeadsDrafter(ModelDrafter):
         if not rows:
             return drafts
         ragged, features = self._first_pass(rows)
-        if sampling.takes_argmax and self.runner.runs_greedy(len(features)):
+        if sampling.takes_argmax and self.runner.runs_greedy:
             self._in_one_call(ragged, features, drafting, stop_rule, drafts)
             return drafts
         cache = self.runner.kv_cache

@@ -43,7 +43,7 @@ _STEP_SECONDS, _SEQUENCE_SECONDS = 7e-5, 2.3e-5
 _PROPOSAL_SECONDS, _DRAFTING_SECONDS = 7e-5, 4e-5
 _OF_SEQUENCES = {"seconds_per_drafting": _DRAFTING_SECONDS, "seconds_per_sequence": _SEQUENCE_SECONDS}
 _BYTES_PER_SECOND = 1e10  # of weights, where nothing can be measured
-_VERSION = 33  # of what is kept
+_VERSION = 34  # of what is kept
 
 
 def get_planner(

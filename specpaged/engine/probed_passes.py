@@ -87,7 +87,7 @@ def _undisturbed(run: Callable[[], float]) -> float:
 
 def _forward(runner: ModelRunner, rows: list[RaggedRow]) -> float:
     start = time.perf_counter()
-    if runner.runs_greedy(sum(len(row.token_ids) for row in rows)):  # as a step does
+    if runner.runs_greedy:  # as a step does
         runner.greedy(rows, runner.model.vocab_size)
         return time.perf_counter() - start
     cache = runner.kv_cache

@@ -45,7 +45,7 @@ def run_rounds(step: SpeculativeStep, entries: SequenceOf[ScheduledSequence]) ->
     Every token of theirs is to be its row's most likely one.
     """
     drafter, planner = step.drafter, step.planner
-    if step.reserve_rounds is None or step.agree is not None:
+    if step.reserve_rounds is None or step.agree is not None or not step.target.runs_greedy:
         return None
     reads = drafter is not None and drafter.hidden_states is not None
     reads = reads and any([entry.sequence.max_draft_tokens for entry in entries])
@@ -88,16 +88,13 @@ def run_rounds(step: SpeculativeStep, entries: SequenceOf[ScheduledSequence]) ->
     if drafting and lookup is None:
         draft = in_rounds
         most_tokens = max([len(row.token_ids) for row in drafting])
-        if most_tokens > far_behind or not draft.runs_greedy(most_tokens * len(drafting)):
+        if most_tokens > far_behind or not draft.runs_greedy:
             return None
-    num_found = [0 if row.choice is None else row.choice.num_tokens for row in rows]
-    longest = max([max(len(row.draft), row.num_draft_tokens, most) for row, most in zip(rows, num_found, strict=True)])
-    if not step.target.runs_greedy(len(rows) * (1 + longest)):
-        return None
     tells_found = planner is not None and planner.looks_at_rounds  # to learn of lookups, whether or not they are taken
     rounds = step.target.rounds(rows, step.vocab_size, num_rounds, draft, stop_rule, goes_on, tells_found)
     rounds.num_wanted = [row.num_draft_tokens for row in rows]
     if planner is None:
+        num_found = [0 if row.choice is None else row.choice.num_tokens for row in rows]
         rounds.num_wanted = list(map(max, rounds.num_wanted, num_found))
     if not rounds.num_rounds:
         return None

@@ -105,7 +105,7 @@ class SpeculativeStep:
         self.agree = agree
         self.reserve_rounds = reserve_rounds
         self.call_length = CallLength(most_rounds)
-        if planner is not None and reserve_rounds is not None and target.runs_greedy(1):
+        if planner is not None and reserve_rounds is not None and target.runs_greedy:
             planner.expect_calls(self.call_length, drafter is not None and drafter.in_rounds is not None)
         self.verifier = get_verifier(verification, target.model.backend)
         self._sampling_batch = get_sampling_batch(target.model.backend)

@@ -40,16 +40,15 @@ def run_target(
     With `argmax` the rows' most likely tokens will do, and logits are made only where a prompt's log-probabilities are
     asked for. Hidden states are those of sequences that may draft, or `hidden_of_all`.
     """
-    rows, of_prompts, num_rows = [], False, 0
+    rows, of_prompts = [], False
     for entry in entries:
         reads = hidden is not None and (hidden_of_all or entry.sequence.max_draft_tokens > 0)
         of_prompt = wants_prompt_logits(entry)
         rows.append(_ragged_row(entry, reads, of_prompt))
         of_prompts |= of_prompt
-        num_rows += len(rows[-1].token_ids)
     if hidden is not None and not any(row.num_hidden for row in rows):
         hidden = None
-    if argmax and hidden is None and not of_prompts and target.runs_greedy(num_rows):
+    if argmax and hidden is None and not of_prompts and target.runs_greedy:
         return TargetPass(target.greedy(rows, vocab_size)[0], {}, {})
     cache = target.kv_cache
     batch = pack(rows, cache.block_size, target.model.device, cache.block_stride)

@@ -17,7 +17,6 @@ SMALL_WEIGHT = 2**19
 # Up to this many weights numerics="fast" keeps the plain weight, for many rows, beside the packed one.
 TWO_COPIES_WEIGHT = 2**24
 OWN_KERNELS = {"cpp", "triton"}  # of a backend or a LinearScheme: an output is a function of its row and column alone
-CPP_ROWS = 96  # up to which our C++ kernel is ahead of the stock one
 
 
 @dataclass(frozen=True)
@@ -210,8 +209,8 @@ class RowExactLinear(nn.Module):
 class FastLinear(nn.Module):
     """The quickest kernel for the row count, whatever that does to the last bits.
 
-    With the backend "cpp" ours for up to CPP_ROWS and stock for more, except for bfloat16 on a CPU with units for it;
-    else stock for small weights, for a few rows and for many, and packed between.
+    With the backend "cpp" that is ours, except for bfloat16 on a CPU with units for it; else stock for small weights,
+    for a few rows and for many, and packed between.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, backend: str = "torch"):
@@ -230,15 +229,12 @@ class FastLinear(nn.Module):
         self.cpp: CppKernel | None = None
         self.operand: Tensor | None = None
         self.packed: Tensor | None = None
-        many_rows = weight.numel() <= TWO_COPIES_WEIGHT
         if ours:
             self.cpp = CppKernel(weight, self.bias)
-            many_rows = many_rows and weight.dtype == torch.float32
-        elif weight.numel() >= SMALL_WEIGHT and can_pack(weight.dtype, weight.device):
+            return
+        if weight.numel() >= SMALL_WEIGHT and can_pack(weight.dtype, weight.device):
             self.packed = _pack(weight.contiguous())
-        else:
-            many_rows = True
-        if many_rows:
+        if self.packed is None or weight.numel() <= TWO_COPIES_WEIGHT:
             self.operand = _column_major(weight)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -246,7 +242,7 @@ class FastLinear(nn.Module):
         if self.upcast:
             x = x.float()
         rows = x.numel() // self.in_features
-        if self.cpp is not None and (self.operand is None or rows <= CPP_ROWS):
+        if self.cpp is not None:
             y = self.cpp(x.reshape(rows, self.in_features)).view(*x.shape[:-1], self.out_features)
         elif self.packed is not None and (self.operand is None or 2 < rows <= 16):
             y = _packed_linear(x, self.packed, self.bias)

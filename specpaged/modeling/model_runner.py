@@ -44,6 +44,8 @@ class ModelRunner:
         self.graphs = graphs
         self.gathered_bytes = 0
         self.filler_rows = 0
+        # Whether `greedy` makes passes: where they are one call into our kernels.
+        self.runs_greedy = model.backend == "cpp" and getattr(model.decoder, "runs_greedy", False)
 
     @torch.inference_mode()
     def forward(
@@ -108,11 +110,6 @@ class ModelRunner:
                 batch = replace(batch, token_ids=token_ids if rows is None else token_ids.index_select(0, rows))
             drafted.append(DraftedTokens.of(self.forward(batch).logits[:, :vocab_size]))
         return drafted
-
-    def runs_greedy(self, num_rows: int) -> bool:
-        """Whether `greedy` makes passes of up to num_rows rows: where they are one call into our kernels."""
-        runs = getattr(self.model.decoder, "runs_greedy", None)
-        return runs is not None and self.model.backend == "cpp" and runs(num_rows)
 
     def greedy(
         self,

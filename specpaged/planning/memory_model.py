@@ -8,6 +8,10 @@ from typing import Any
 
 from specpaged.planning.model_memory import ModelMemory
 
+DRAFT_ROWS = 512  # of a pass of a draft, at most; as drafting.draft_model has it
+# Bytes of an engine's own records: objects of requests, and tables of the libraries that run. Measured: docs/memory.md.
+RECORDS = 3_000_000
+
 
 @dataclass(frozen=True, slots=True)
 class PoolBytes:
@@ -82,11 +86,16 @@ class MemoryModel:
         return PoolBytes(committed * of_token, unverified * of_token, (held - committed - unverified) * of_token)
 
     def workspace(self, num_seqs: int, num_drafts: int = 0) -> int:
-        """Buffers of the largest pass: a prefill's, or one that verifies; and the logits that are made in it."""
+        """Buffers of the largest pass, which are kept, for both models: a prefill's of the target, or one that
+        verifies, or as many rows as the draft has in one; the logits that are made in it; and an engine's records.
+        """
         num_verified = num_seqs * (1 + num_drafts)
         num_rows = max(num_verified, self.max_num_batched_tokens)
-        models = [model for model in (self.target, self.draft) if model is not None]
-        return max(num_rows * model.row_bytes + num_verified * model.logits_bytes for model in models)
+        of_passes = num_rows * self.target.row_bytes + num_verified * self.target.logits_bytes
+        if self.draft is not None:
+            draft_rows = max(num_seqs, min(num_rows, DRAFT_ROWS))
+            of_passes = max(of_passes, draft_rows * self.draft.row_bytes + num_seqs * self.draft.logits_bytes)
+        return of_passes + RECORDS
 
     @property
     def null_blocks(self) -> int:

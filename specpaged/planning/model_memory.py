@@ -12,7 +12,6 @@ from specpaged.planning.checkpoint_tensors import ITEM_BYTES, CheckpointTensors,
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 KV_DTYPE_BYTES = DTYPE_BYTES | {"fp8_e4m3": 1}
 PANEL = 16  # outputs, in whole numbers of which our kernels keep a matrix
-TWO_COPIES_WEIGHT = 2**24  # as modeling.linear has it: a fast draft's smaller matrices are there twice
 _FUSED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
 
 
@@ -42,10 +41,9 @@ class ModelMemory:
         dtype: str = "auto",
         kv_cache_dtype: str = "auto",
         max_model_len: int | None = None,
-        is_fast: bool = False,
         argument: str = "--model",
     ) -> ModelMemory:
-        """By its config and its tensors' shapes; `is_fast` says numerics="fast", as drafts have it.
+        """By its config and its tensors' shapes.
 
         Raises:
             ValueError: the config lacks a size that is needed.
@@ -63,7 +61,7 @@ class ModelMemory:
         arithmetic = _arithmetic(checkpoint, config, dtype, device)
         item, kv_dtype = DTYPE_BYTES[arithmetic], arithmetic if kv_cache_dtype == "auto" else kv_cache_dtype
         q_size, kv_size = num_heads * head_dim, num_kv_heads * head_dim
-        weights = _weight_bytes(checkpoint, config, arithmetic, device, is_fast)
+        weights = _weight_bytes(checkpoint, config, arithmetic, device)
         weights += 4 * head_dim * (max_model_len or longest)  # cosines and sines
         if any(tensor.name.endswith("q_norm.weight") for tensor in checkpoint.tensors):
             weights += 4 * (num_heads + num_kv_heads) * head_dim * sizes["num_hidden_layers"]
@@ -113,13 +111,11 @@ def _arithmetic(checkpoint: CheckpointTensors, config: Mapping[str, Any], dtype:
     return "float32" if dtype == "float16" and not device.startswith("cuda") else dtype
 
 
-def _weight_bytes(
-    checkpoint: CheckpointTensors, config: Mapping[str, Any], arithmetic: str, device: str, is_fast: bool
-) -> int:
+def _weight_bytes(checkpoint: CheckpointTensors, config: Mapping[str, Any], arithmetic: str, device: str) -> int:
     """Of matrices in the kernels' layout, of embedding, norms and biases.
 
-    On a CPU a matrix of 16-bit values stays 16 bits wide where the arithmetic is in float32, a fast one of moderate
-    size is there in float32 as well, and an output layer that is tied to the embedding is a copy of it.
+    On a CPU a matrix of 16-bit values stays 16 bits wide where the arithmetic is in float32, and an output layer that
+    is tied to the embedding is a copy of it.
     """
     item, on_cpu = DTYPE_BYTES[arithmetic], not device.startswith("cuda")
     total, matrices = 0, defaultdict(list)
@@ -137,8 +133,6 @@ def _weight_bytes(
         num_rows, width = sum(tensor.shape[0] for tensor in tensors), tensors[0].shape[1]
         stored = _stored(tensors[0], item) if on_cpu else item
         total += -(-num_rows // PANEL) * PANEL * width * stored
-        if on_cpu and is_fast and arithmetic == "float32" and num_rows * width <= TWO_COPIES_WEIGHT:
-            total += num_rows * width * item
     return total
 
 

@@ -77,7 +77,7 @@ class PlanRequest:
                 raise ValueError(f"--{name}={value!r} must be more than 0")
         of_target = CheckpointTensors.read(model or EMBEDDED_TARGET)
         common = {"device": device, "max_model_len": context, "dtype": dtype}
-        target = ModelMemory.of(of_target, kv_cache_dtype=kv_cache_dtype, is_fast=numerics == "fast", **common)
+        target = ModelMemory.of(of_target, kv_cache_dtype=kv_cache_dtype, **common)
         if target.max_position_embeddings and context > target.max_position_embeddings:
             raise ValueError(
                 f"--context={context} must be at most the {target.max_position_embeddings} positions of the target"
@@ -91,7 +91,7 @@ class PlanRequest:
                     "target's blocks; allowed: a draft model"
                 )
             arguments = {"kv_cache_dtype": draft_kv_cache_dtype, "argument": "--draft-model"}
-            draft = ModelMemory.of(of_draft, is_fast=True, **arguments, **common)
+            draft = ModelMemory.of(of_draft, **arguments, **common)
             if draft.vocab_size < target.vocab_size:
                 raise ValueError(
                     f"--draft-model={draft_model!r} has {draft.vocab_size} embedding rows for the target's "

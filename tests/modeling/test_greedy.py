@@ -178,7 +178,7 @@ def test_of_equally_likely_ids_the_first_is_found(tmp_path, num_ids):
 def test_logits_that_a_family_changes_are_found_one_by_one(toy_path):
     """Soft-capping may make ties."""
     model = load_model(toy_path("gemma2"), max_model_len=64, attention_backend="cpp")
-    assert not new_runner(model).runs_greedy(1)
+    assert not new_runner(model).runs_greedy
 
 
 def test_a_cache_that_is_given_up_is_free_though_the_model_lives(model):

@@ -6,8 +6,9 @@ import pytest
 
 from specpaged import LLM, SamplingParams
 from specpaged.config import EMBEDDED_DRAFT, EMBEDDED_TARGET
+from specpaged.drafting.draft_model import MOST_ROWS
 from specpaged.planning.checkpoint_tensors import CheckpointTensors
-from specpaged.planning.memory_model import MemoryModel
+from specpaged.planning.memory_model import DRAFT_ROWS, MemoryModel
 from specpaged.planning.model_memory import ModelMemory
 from tests import toys
 
@@ -16,11 +17,12 @@ K = 3
 
 
 def model_of(target: str, draft: str, max_model_len: int = MAX_MODEL_LEN, **layout) -> MemoryModel:
-    models = [
-        ModelMemory.of(CheckpointTensors.read(path), max_model_len=max_model_len, is_fast=is_fast)
-        for path, is_fast in ((target, False), (draft, True))
-    ]
+    models = [ModelMemory.of(CheckpointTensors.read(path), max_model_len=max_model_len) for path in (target, draft)]
     return MemoryModel(*models, **layout)
+
+
+def test_a_draft_runs_as_many_rows_in_a_pass_as_a_plan_has_it():
+    assert DRAFT_ROWS == MOST_ROWS
 
 
 def make_llm(pair: toys.Pair, speculative: dict | None = None, **arguments) -> LLM:

@@ -18,7 +18,7 @@ from specpaged.modeling.flat.decoder import FlatDecoder, FlatLayer
 from specpaged.modeling.flat.row_wise import CppGate
 from specpaged.modeling.forward_output import ForwardOutput, ForwardRequest, GreedyTokens, HiddenStates
 from specpaged.modeling.huge_pages import gather_weights
-from specpaged.modeling.linear import CPP_ROWS, CppKernel, FastLinear, RowExactLinear
+from specpaged.modeling.linear import CppKernel, FastLinear, RowExactLinear
 from specpaged.modeling.ragged_batch import RaggedBatch, RaggedRow
 from specpaged.modeling.rounds import DecodingRow, Rounds
 from specpaged.paging.kv_cache import PagedKVCache
@@ -38,7 +38,6 @@ class CppDecoder(nn.Module):
         super().__init__()
         self.config = config
         self.decoder = decoder
-        self.most_rows = None if isinstance(decoder.output, RowExactLinear) else CPP_ROWS
         self._function = kernel.functions()[decoder.dtype]
         self._greedy_function = kernel.greedy_functions()[decoder.dtype]
         self._pools = Pools(config, decoder.dtype)
@@ -58,7 +57,7 @@ class CppDecoder(nn.Module):
         self, token_ids: Tensor, positions: Tensor, paged_pass: PagedPass, request: ForwardRequest
     ) -> ForwardOutput:
         num_rows, logits_idx = token_ids.shape[0], request.logits_idx
-        if not isinstance(paged_pass, CppPass) or (self.most_rows is not None and num_rows > self.most_rows):
+        if not isinstance(paged_pass, CppPass):
             return self.decoder(token_ids, positions, paged_pass, request)
         pools = self._pools.addresses(paged_pass.kv_layers)
         call = self._call(paged_pass.batch, num_rows)
@@ -90,9 +89,10 @@ class CppDecoder(nn.Module):
         check_status(status)
         return ForwardOutput(self.decoder.finished(logits), None, hidden_states)
 
-    def runs_greedy(self, num_rows: int) -> bool:
-        """Whether `greedy` can make passes of up to num_rows rows."""
-        return self.decoder.keeps_order and (self.most_rows is None or num_rows <= self.most_rows)
+    @property
+    def runs_greedy(self) -> bool:
+        """Whether `greedy` can make passes."""
+        return self.decoder.keeps_order
 
     def greedy(
         self,

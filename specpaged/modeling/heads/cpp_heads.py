@@ -56,9 +56,7 @@ class CppHeads(nn.Module):
     ) -> ForwardOutput:
         return self.decoder(token_ids, positions, paged_pass, request)
 
-    def runs_greedy(self, num_rows: int) -> bool:
-        """Whether `greedy` can make passes of up to num_rows rows."""
-        return True
+    runs_greedy = True
 
     def greedy(
         self,
