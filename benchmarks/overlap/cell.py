@@ -14,6 +14,7 @@ from benchmarks.overlap.lane_passes import LanePasses
 from specpaged.speculation.overlap_choice import expected_ratio
 
 SEQUENTIAL, ROUND_BY_ROUND, OVERLAP, AUTO = "sequential", "round by round", "overlap", "auto"
+AGAIN = "sequential again"  # another engine, which says what a difference of engines is
 CONTEXT = 96  # tokens of the sequences whose passes are timed
 
 
@@ -24,6 +25,7 @@ class Cells:
         self.k = k
         engines = {
             SEQUENTIAL: {},
+            AGAIN: {},
             ROUND_BY_ROUND: {"num_scheduler_steps": 1},  # as overlapped steps are
             OVERLAP: {"schedule": "overlap"},
             AUTO: {"schedule": "auto"},

@@ -8,9 +8,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.overlap.cell import AUTO, OVERLAP, ROUND_BY_ROUND
+from benchmarks.overlap.cell import AGAIN, AUTO, OVERLAP, ROUND_BY_ROUND
 
-STYLES = {OVERLAP: "tab:red", AUTO: "black", ROUND_BY_ROUND: "tab:gray"}
+SPEEDS = (OVERLAP, AUTO, AGAIN, ROUND_BY_ROUND)
+STYLES = {OVERLAP: "tab:red", AUTO: "black", AGAIN: "tab:green", ROUND_BY_ROUND: "tab:gray"}
 
 
 def print_table(results: dict[str, Any]) -> None:
@@ -22,7 +23,7 @@ def print_table(results: dict[str, Any]) -> None:
         "each other; shared: what a pass takes beside the other lane's, over alone.",
     )
     table.add_column("pair", no_wrap=True)
-    columns = ("B", OVERLAP, AUTO, ROUND_BY_ROUND, "V ms", "D ms", "rest ms", "model", "halves alone", "beside")
+    columns = ("B", *SPEEDS, "V ms", "D ms", "rest ms", "model", "halves alone", "beside")
     for column in (*columns, "V shared", "D shared", "cost model", "measured"):
         table.add_column(column, justify="right", no_wrap=True)
     for key, cell in results["cells"].items():
@@ -31,7 +32,7 @@ def print_table(results: dict[str, Any]) -> None:
         shared = [passes[f"{name}_beside"] / passes[f"{name}_lane"] for name in ("verify", "draft")]
         cost_model = "" if cell["cost_model"] is None else f"{cell['cost_model']:.2f}"
         table.add_row(
-            pair, batch_size, *(f"{speeds[name]:.2f}" for name in (OVERLAP, AUTO, ROUND_BY_ROUND)),
+            pair, batch_size, *(f"{speeds[name]:.2f}" for name in SPEEDS),
             *(f"{cell[name]:.2f}" for name in ("verify_ms", "draft_ms", "rest_ms", "model")),
             f"{cell['lanes_alone']:.2f}", f"{cell['lanes_beside']:.2f}", *(f"{ratio:.2f}" for ratio in shared),
             cost_model, f"{speeds[ROUND_BY_ROUND] / speeds[OVERLAP]:.2f}",

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks.overlap import lane_passes, show
-from benchmarks.overlap.cell import AUTO, OVERLAP, ROUND_BY_ROUND, SEQUENTIAL
+from benchmarks.overlap.cell import AGAIN, AUTO, OVERLAP, ROUND_BY_ROUND, SEQUENTIAL
 from specpaged import SamplingParams
 from specpaged.engine.lanes import Lanes
 from tests import toys
@@ -44,7 +44,7 @@ def test_a_lane_that_fails_ends_the_other_ones_measurement(llm, monkeypatch):
 def test_a_line_for_each_cell_and_a_picture(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(show, "Console", lambda **_: Console(width=400))
     cell = {
-        "speeds": {SEQUENTIAL: 1.0, ROUND_BY_ROUND: 0.9, OVERLAP: 0.6, AUTO: 0.99},
+        "speeds": {SEQUENTIAL: 1.0, ROUND_BY_ROUND: 0.9, OVERLAP: 0.6, AUTO: 0.99, AGAIN: 1.01},
         "verify_ms": 2.0, "draft_ms": 1.0, "rest_ms": 0.1, "model": 0.667, "lanes_alone": 1.2, "lanes_beside": 1.5,
         "passes_ms": dict.fromkeys(PASSES, 1.0), "cost_model": 0.7,
     }  # fmt: skip
