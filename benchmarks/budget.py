@@ -167,6 +167,14 @@ def bound_of(pair: Any, speed: float) -> int | None:
     return None if bound is None else int(bound)
 
 
+def held_with(pair: Any, kv_bytes: int) -> int:
+    """What a bound is to be held against: an engine's bytes with so many for KV."""
+    from specpaged.planning.memory_model import RECORDS, MemoryModel
+
+    model = MemoryModel(*models_of(pair))
+    return model.weight_bytes + model.null_blocks + model.workspace(1) + RECORDS + kv_bytes
+
+
 def draw(name: str, figures: dict[str, dict[str, Any]], path: Path) -> None:
     """Write a PNG: what each way holds, in megabytes, and its speed over the one that it stands beside."""
     import matplotlib
@@ -296,7 +304,7 @@ def main(
         print_table(pair, figures, figures[WIDE]["generation_bytes"])
         batch = largest_batch(made)
         bound = bound_of(made, 1 / figures[PLAIN]["speed_over"])
-        held = sum(model.weight_bytes for model in models_of(made)) + little_bytes
+        held = held_with(made, little_bytes)
     print(f"outputs are {'' if identical else 'NOT '}those of plain decoding; the largest batch: {batch}")
     of_bound = "drafts do not pay in any memory" if bound is None else f"drafts pay from {bound / 1e6:.1f} MB on"
     print(f"by the plan and the speed beside plain {of_bound}; with little memory there are {held / 1e6:.1f} MB")

@@ -22,7 +22,7 @@ from benchmarks.adaptive.pairs import Pair, make_pair
 from benchmarks.environment import environment
 from specpaged import LLM, SamplingParams
 from specpaged.planning.checkpoint_tensors import CheckpointTensors
-from specpaged.planning.memory_model import MemoryModel
+from specpaged.planning.memory_model import RECORDS, MemoryModel
 from specpaged.planning.model_memory import ModelMemory
 from specpaged.testing import synthetic_pair
 
@@ -100,7 +100,7 @@ def planned_bytes(pair: Pair, k: int, num_prompt_tokens: int) -> int:
         ModelMemory.of(CheckpointTensors.read(path), dtype="float32", max_model_len=MAX_MODEL_LEN) for path in paths
     ]
     model = MemoryModel(*models, max_num_batched_tokens=min(2048, num_prompt_tokens))
-    return model.weight_bytes + model.null_blocks + KV_BYTES + model.workspace(BATCH_SIZE, k)
+    return model.weight_bytes + model.null_blocks + KV_BYTES + model.workspace(BATCH_SIZE, k) + RECORDS
 
 
 def survey(out: Path) -> None:

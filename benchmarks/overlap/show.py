@@ -32,7 +32,7 @@ def print_table(results: dict[str, Any]) -> None:
         shared = [passes[f"{name}_beside"] / passes[f"{name}_lane"] for name in ("verify", "draft")]
         cost_model = "" if cell["cost_model"] is None else f"{cell['cost_model']:.2f}"
         table.add_row(
-            pair, batch_size, *(f"{speeds[name]:.2f}" for name in SPEEDS),
+            pair, batch_size, *(f"{speeds[name]:.2f}" if name in speeds else "" for name in SPEEDS),
             *(f"{cell[name]:.2f}" for name in ("verify_ms", "draft_ms", "rest_ms", "model")),
             f"{cell['lanes_alone']:.2f}", f"{cell['lanes_beside']:.2f}", *(f"{ratio:.2f}" for ratio in shared),
             cost_model, f"{speeds[ROUND_BY_ROUND] / speeds[OVERLAP]:.2f}",
@@ -65,7 +65,8 @@ def draw(results: dict[str, Any], path: Path) -> str:
         sizes = sorted(by_size, key=int)
         cells = [by_size[size] for size in sizes]
         for name, color in STYLES.items():
-            ax.plot(range(len(sizes)), [c["speeds"][name] for c in cells], ".-", color=color, label=name)
+            speeds = [c["speeds"].get(name, float("nan")) for c in cells]
+            ax.plot(range(len(sizes)), speeds, ".-", color=color, label=name)
         ax.plot(range(len(sizes)), [1 / c["model"] for c in cells], "--", color="tab:blue", label="(V + D) / max(V, D)")
         for kind, style in (("alone", ":"), ("beside", "-.")):
             label = f"two halves on half of the cores, {kind}"

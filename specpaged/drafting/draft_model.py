@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 
 import torch
@@ -12,7 +13,7 @@ from typing_extensions import override
 from specpaged.drafting.base import DraftRow, ModelDrafter
 from specpaged.drafting.draft import NO_DRAFT, Draft
 from specpaged.drafting.draft_steps import DraftSteps
-from specpaged.modeling.forward_output import DraftedTokens, GreedyTokens
+from specpaged.modeling.forward_output import DraftedTokens
 from specpaged.modeling.model_runner import ModelRunner
 from specpaged.modeling.ragged_batch import RaggedBatch, RaggedRow, pack, upload
 from specpaged.sampling.batch import SamplingBatch
@@ -49,14 +50,13 @@ class DraftModelDrafter(ModelDrafter):
         drafting = [row for row in rows if row.num_draft_tokens > 0]
         looking = [row for row in rows if row.num_looked_back]
         others = [row for row in rows if row.num_draft_tokens == 0 and not row.num_looked_back]
-        chunks = self._chunks([*drafting, *looking, *others])
         drafts = [NO_DRAFT] * len(sampling.requests)
-        if not chunks:
+        if not any(row.token_ids for row in rows):
             return drafts
         if sampling.takes_argmax and self.runner.runs_greedy:
-            looked_back = self._in_one_call(chunks, drafting, stop_rule, drafts)
+            looked_back = self._in_one_call(drafting, [*looking, *others], stop_rule, drafts)
             return self._looked_back(drafts, looking, looked_back)
-        passes = [self._packed(chunk) for chunk in chunks]
+        passes = [self._packed(chunk) for chunk in self._chunks([*drafting, *looking, *others])]
         if not drafting and not looking:
             for batch in passes:
                 self.runner.forward(batch)
@@ -83,41 +83,33 @@ class DraftModelDrafter(ModelDrafter):
 
     def _in_one_call(
         self,
-        chunks: Sequence[Sequence[RaggedRow]],
         drafting: Sequence[DraftRow],
+        others: Sequence[DraftRow],
         stop_rule: StopRule | None,
         drafts: list[Draft],
     ) -> list[int]:
-        """Put in the drafts of those who draft, the first rows of the chunks; what the others' rows came to.
+        """Put in the drafts of those who draft; what the others' rows came to.
 
-        Where there are several chunks, all run first, and then who drafts goes on.
+        Where that takes several passes, all but the newest tokens of those who draft are run first.
         """
-        further = [row.num_draft_tokens - 1 for row in drafting]
-        if len(chunks) == 1:
-            # The rule's rows are those that were planned to draft: some may have had no room.
-            rule = stop_rule if stop_rule is not None and len(stop_rule.leads) == len(drafting) else None
-            of_rows = [*further, *[0] * (len(chunks[0]) - len(drafting))]
-            found = self.runner.greedy(
-                chunks[0], self.vocab_size, of_rows, wants_logprobs=bool(drafting), stop_rule=rule
-            )
-        else:
-            of_chunks = [
-                self.runner.greedy(chunk, self.vocab_size, wants_logprobs=bool(drafting))[0] for chunk in chunks
+        chunks, count = self._chunks([*drafting, *others]), len(drafting)
+        if len(chunks) > 1 and drafting:
+            before = [replace(row, token_ids=row.token_ids[:-1], num_draft_tokens=0) for row in drafting]
+            newest = [
+                RaggedRow(row.token_ids[-1:], row.context_len + len(row.token_ids) - 1, row.blocks, 1)
+                for row in drafting
             ]
-            found = [GreedyTokens(*(list(chain(*lists)) for lists in zip(*of_chunks, strict=True)))]
-            going_on = [
-                (RaggedRow([token_id], row.context_len + len(row.token_ids), row.blocks, 1), count - 1)
-                for row, count, token_id in zip(drafting, further, found[0].token_ids, strict=False)
-                if count
-            ]
-            if going_on:
-                rows, counts = map(list, zip(*going_on, strict=True))
-                found += self.runner.greedy(rows, self.vocab_size, counts, wants_logprobs=True)
+            chunks = [*self._chunks([*before, *others]), newest]
+        found_before = [self.runner.greedy(chunk, self.vocab_size)[0].token_ids for chunk in chunks[:-1]]
+        # The rule's rows are those that were planned to draft: some may have had no room.
+        rule = stop_rule if stop_rule is not None and len(stop_rule.leads) == count else None
+        further = [*[row.num_draft_tokens - 1 for row in drafting], *[0] * (len(chunks[-1]) - count)]
+        found = self.runner.greedy(chunks[-1], self.vocab_size, further, wants_logprobs=bool(drafting), stop_rule=rule)
         of_steps = [zip(step.token_ids, step.logprobs, strict=True) for step in found]
         for row in drafting:
             pairs = [next(step) for step in of_steps[: row.num_draft_tokens]]
             drafts[row.request_idx] = Draft([token_id for token_id, _ in pairs], [logprob for _, logprob in pairs])
-        return found[0].token_ids[len(drafting) :]
+        return [*chain(*found_before), *found[0].token_ids[count:]]
 
     def _greedy(self, passes: Sequence[RaggedBatch], steps: DraftSteps) -> list[DraftedTokens]:
         """The tokens of each step. Nothing is asked of the host between the passes."""

@@ -16,6 +16,7 @@ from operator import gt
 from typing import TYPE_CHECKING, NamedTuple
 
 from specpaged.drafting.draft import NO_DRAFT, Draft
+from specpaged.drafting.draft_model import MOST_ROWS
 from specpaged.engine.decoding_row import decoding_row, row_of_reader
 from specpaged.engine.prompt_logprobs import wants_prompt_logits
 from specpaged.engine.scheduler import ScheduledSequence
@@ -90,6 +91,8 @@ def run_rounds(step: SpeculativeStep, entries: SequenceOf[ScheduledSequence]) ->
         most_tokens = max([len(row.token_ids) for row in drafting])
         if most_tokens > far_behind or not draft.runs_greedy:
             return None
+        if sum([len(row.token_ids) for row in drafting]) > max(MOST_ROWS, len(drafting)):
+            return None  # a proposal runs them in several passes
     tells_found = planner is not None and planner.looks_at_rounds  # to learn of lookups, whether or not they are taken
     rounds = step.target.rounds(rows, step.vocab_size, num_rounds, draft, stop_rule, goes_on, tells_found)
     rounds.num_wanted = [row.num_draft_tokens for row in rows]

@@ -207,7 +207,7 @@ class RowExactLinear(nn.Module):
 
 
 class FastLinear(nn.Module):
-    """The quickest kernel for the row count, whatever that does to the last bits.
+    """A quick kernel for the row count, whatever that does to the last bits.
 
     With the backend "cpp" that is ours, except for bfloat16 on a CPU with units for it; else stock for small weights,
     for a few rows and for many, and packed between.

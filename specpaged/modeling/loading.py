@@ -138,8 +138,8 @@ def compute_form(
     return LoadedModel(
         decoder=decoder,
         weight_bytes=held_bytes(decoder),
-        numerics_scheme=f"fast: attention {backend}; the quickest kernel for each layer and row count; rows depend "
-        "on their batch",
+        numerics_scheme=f"fast: attention {backend}; a quick kernel for each layer and row count; rows may depend on "
+        "their batch",
         attention_scheme=fast_attention_scheme(source.dtype, device, group),
         exact=False,
         **facts,

@@ -87,15 +87,16 @@ class MemoryModel:
 
     def workspace(self, num_seqs: int, num_drafts: int = 0) -> int:
         """Buffers of the largest pass, which are kept, for both models: a prefill's of the target, or one that
-        verifies, or as many rows as the draft has in one; the logits that are made in it; and an engine's records.
+        verifies, or as many rows as the draft has in one; and the logits that either makes.
         """
         num_verified = num_seqs * (1 + num_drafts)
         num_rows = max(num_verified, self.max_num_batched_tokens)
-        of_passes = num_rows * self.target.row_bytes + num_verified * self.target.logits_bytes
+        of_rows, of_logits = num_rows * self.target.row_bytes, num_verified * self.target.logits_bytes
         if self.draft is not None:
             draft_rows = max(num_seqs, min(num_rows, DRAFT_ROWS))
-            of_passes = max(of_passes, draft_rows * self.draft.row_bytes + num_seqs * self.draft.logits_bytes)
-        return of_passes + RECORDS
+            of_rows = max(of_rows, draft_rows * self.draft.row_bytes)
+            of_logits = max(of_logits, num_seqs * self.draft.logits_bytes)
+        return of_rows + of_logits
 
     @property
     def null_blocks(self) -> int:
@@ -114,7 +115,7 @@ class MemoryModel:
     def num_bytes(self, num_seqs: int, num_tokens: int, num_drafts: int = 0) -> int:
         """All that an engine holds for such a batch."""
         kv, _ = self.kv_bytes(num_seqs, num_tokens, num_drafts)
-        return self.weight_bytes + self.null_blocks + kv + self.workspace(num_seqs, num_drafts)
+        return self.weight_bytes + self.null_blocks + kv + self.workspace(num_seqs, num_drafts) + RECORDS
 
     def largest_batch(self, memory: int, num_tokens: int, num_drafts: int = 0, most: int = 4096) -> int:
         """Sequences of so many known tokens that fit into so many bytes; 0 where none does."""

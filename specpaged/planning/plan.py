@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specpaged.planning.memory_model import MemoryModel
+from specpaged.planning.memory_model import RECORDS, MemoryModel
 from specpaged.planning.pass_costs import PassCosts
 from specpaged.planning.speed import Speed
 from specpaged.planning.way import Way
@@ -94,5 +94,5 @@ def closed_bound(memory: MemoryModel, speed: float, context: int) -> float | Non
     ratio = 1.0 + memory.drafting_share * memory.of_draft(context).total / memory.of_target(context).total
     if speed <= ratio:
         return None
-    beside = memory.null_blocks + memory.workspace(1)
+    beside = memory.null_blocks + memory.workspace(1) + RECORDS
     return memory.target.weight_bytes + beside + memory.draft.weight_bytes / (1.0 - ratio / speed)

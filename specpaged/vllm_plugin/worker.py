@@ -215,9 +215,8 @@ class SpecPagedWorker(Refusals, WorkerBase):
         config = self.engine_config
         of_ranks = () if self.shard is None or config.enforce_eager else get_captures(self.device)
         target, *drafts = pair.runners(caches, config.max_model_len, config.enforce_eager, *of_ranks)
-        # Tokens of one step are in one pass: a request may find blocks in the cache that another one fills in it.
-        num_tokens = config.max_num_batched_tokens + config.max_num_seqs
-        return target, get_drafter(config, target, *(drafts or [None]), pair.vocab_size, num_tokens)
+        draft = drafts[0] if drafts else None
+        return target, get_drafter(config, target, draft, pair.vocab_size, config.max_num_batched_tokens)
 
     @while_starting
     def update_max_model_len(self, max_model_len: int) -> None:

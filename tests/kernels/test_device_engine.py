@@ -302,7 +302,8 @@ def test_a_steady_round_uploads_nothing_and_waits_for_the_round_before(tokenizer
         num_quiet += not changed
     assert num_quiet > 3
     # As a list what was read is the host's.
-    assert {*operations.seen} == {"aten.resolve_conj.default", "aten.resolve_neg.default"}
+    assert operations.seen
+    assert {*operations.seen} <= {"aten.resolve_conj.default", "aten.resolve_neg.default"}
 
 
 def test_captured_rounds_are_replayed_for_whoever_runs(tokenizer_pair, plain, monkeypatch):

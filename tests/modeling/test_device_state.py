@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specpaged.modeling.copies import Copies
-from specpaged.modeling.device_state import DeviceState, RowState
+from specpaged.modeling.device_state import DeviceState, RowState, state_bytes
 from specpaged.paging.block_allocator import IntegrityError
 
 NUM_ROWS, MAX_MODEL_LEN, BLOCK_SIZE = 3, 40, 8
@@ -148,6 +148,10 @@ def test_a_row_moves_to_where_another_one_has_just_gone():
     state.move(2, 0)
     state.flush()
     state.check_integrity({0: (stays, [6] * 5)}, is_ahead=False)
+
+
+def test_what_a_state_takes_is_known_before_it_is_made():
+    assert state_bytes(NUM_ROWS, MAX_MODEL_LEN, BLOCK_SIZE) == make().num_bytes > 4 * NUM_ROWS * MAX_MODEL_LEN
 
 
 def test_what_goes_up_is_what_has_changed():

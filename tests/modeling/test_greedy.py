@@ -66,6 +66,31 @@ def one_by_one(model) -> tuple[list[GreedyTokens], list[torch.Tensor]]:
     return [GreedyTokens(step.token_ids.tolist(), step.logprobs.tolist()) for step in found], runner.kv_cache.layers
 
 
+def test_what_a_larger_pass_has_left_in_the_buffers_is_in_no_smaller_one(model):
+    """They are the thread's, for every pass of every model: here NaN, of more rows than come behind."""
+    expected, layers = in_one_call(model)
+    embedding = model.decoder.decoder.embedding
+    honest = embedding.clone()
+    embedding.fill_(float("nan"))
+    runner = new_runner(model)
+    rows = [RaggedRow([1] * 16, 0, [4 * i + 1, 4 * i + 2, 4 * i + 3, 4 * i + 4], 16) for i in range(3)]
+    assert runner.forward(pack(rows, BLOCK_SIZE)).logits.isnan().all()
+    embedding.copy_(honest)
+    found, layers_again = in_one_call(model)
+    assert found == expected
+    assert all(map(torch.equal, layers_again, layers))
+
+
+def test_a_fast_pass_of_hundreds_of_rows_is_as_near_as_one_of_few(toy_path):
+    """One kernel has them all: every row of a pass of 300 is bit for bit what it is in a pass of 30."""
+    model = load_model(toy_path("llama"), dtype="float32", max_model_len=64, attention_backend="cpp", numerics="fast")
+    rows = [RaggedRow(random_tokens(30, seed), 0, [8 * seed + i + 1 for i in range(8)], 30) for seed in range(10)]
+    runner = ModelRunner(model, PagedKVCache(model.kv_spec, 80, BLOCK_SIZE, model.dtype, "cpu"))
+    together = runner.forward(pack(rows, BLOCK_SIZE)).logits
+    for i, row in enumerate(rows):
+        assert torch.equal(runner.forward(pack([row], BLOCK_SIZE)).logits, together[30 * i : 30 * i + 30])
+
+
 def test_one_call_finds_what_single_passes_find(model):
     found, layers = in_one_call(model)
     expected, expected_layers = one_by_one(model)

@@ -29,10 +29,7 @@ from specpaged_kernels.cpu.paged_attention import Pass, make_pass
 
 
 class CppDecoder(nn.Module):
-    """A Decoder (see `source`) that computes what `decoder` does, bit for bit, in one call.
-
-    A fast decoder that has stock kernels for many rows runs those itself.
-    """
+    """A Decoder (see `source`) that computes what `decoder` does, bit for bit, in one call."""
 
     def __init__(self, config: FlatConfig, decoder: FlatDecoder):
         super().__init__()
