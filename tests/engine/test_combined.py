@@ -125,10 +125,13 @@ def test_outputs_do_not_depend_on_who_is_chosen(toy_pair, seed, methods, argumen
         arguments = arguments | {"kv_cache_memory_bytes": arguments["kv_cache_memory_bytes"] // 2}  # one pool
     llm = make_llm(toy_pair, speculative={"num_speculative_tokens": "auto"} | METHODS[methods], **arguments)
     chooser, drafts = with_chooser(llm, seed, looks_back=has_model), watched(llm)
-    for _ in range(2):  # the second time, prompts may be found in the cache
+    wanted = {0, 1} if has_model else {1}
+    for again in range(6):  # the second time, prompts may be found in the cache; and until all have drafted
         assert token_ids(generate(llm, prompts, PARAMS)) == expected
+        if again and {number for number, _ in drafts} >= wanted:
+            break
     assert llm.metrics.failed_steps == llm.metrics.failed_proposals == 0
-    assert {number for number, _ in drafts} >= ({0, 1} if has_model else {1})
+    assert {number for number, _ in drafts} >= wanted
     assert chooser.of_lookups.keys() == set(range(len(llm.engine.speculative_step.drafter.lookups)))
     assert "kv_cache_memory_bytes" not in arguments or llm.metrics.preemptions > 0
 

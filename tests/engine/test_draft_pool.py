@@ -35,7 +35,8 @@ def test_output_is_plain_decodings_whatever_room_the_draft_has(toy_pair, plain, 
     num_blocks = -(-MAX_MODEL_LEN // block_size) + rng.choice([0, 3, 30])  # hardly more than one sequence needs
     num_draft_blocks = rng.choice([4, 12, 80])
     of_draft = num_draft_blocks * block_size * BYTES_PER_TOKEN
-    speculative = {"kv_cache_memory_bytes": of_draft}
+    narrow = ("auto", "bfloat16", "fp8_e4m3")[history // 2 % 3]
+    speculative = {"kv_cache_memory_bytes": of_draft, "kv_cache_dtype": narrow}
     if history % 2:
         speculative |= {"kv_window": 64}
     llm = make_llm(
@@ -57,6 +58,20 @@ def test_output_is_plain_decodings_whatever_room_the_draft_has(toy_pair, plain, 
     engine.check_idle()
     for request_id, output in outputs.items():
         assert outcome(output) == outcome(plain.generate(*requests[request_id], use_tqdm=False)[0]), request_id
+
+
+@pytest.mark.parametrize("num_scheduler_steps", [1, 4])
+@pytest.mark.parametrize("narrow", ["bfloat16", "fp8_e4m3"])
+def test_a_draft_with_narrow_kv_drafts_and_outputs_are_plain_decodings(toy_pair, plain, narrow, num_scheduler_steps):
+    """It is the target itself, whose drafts would all stand with KV as it is."""
+    llm = make_llm(
+        toy_pair, k=3, draft=toy_pair.target, max_model_len=MAX_MODEL_LEN, num_scheduler_steps=num_scheduler_steps,
+        speculative={"numerics": "exact", "kv_cache_dtype": narrow},
+    )  # fmt: skip
+    prompts = toys.prompts(5, shortest=20)
+    assert run(llm, prompts, max_tokens=40) == [run(plain, [prompt], max_tokens=40)[0] for prompt in prompts]
+    assert llm.engine.draft.kv_cache.bytes_per_token < llm.engine.target.kv_cache.bytes_per_token
+    assert 0.5 < llm.metrics.acceptance_rate < 1.0
 
 
 @pytest.mark.parametrize("num_scheduler_steps", [1, 4])

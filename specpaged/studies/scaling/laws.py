@@ -119,7 +119,8 @@ def fit(
     residuals = left / np.sqrt(np.maximum(1 - leverage, 1e-3))
     residuals -= residuals.mean()
     total = float(((y - y.mean()) ** 2).sum())
-    r_squared = 1 - float((left**2).sum()) / total if total > 0 else 1.0
+    varies = total > 1e-24 * float((y**2).sum())  # by more than rounding: else there is nothing to explain
+    r_squared = 1 - float((left**2).sum()) / total if varies else 1.0
     rng = np.random.default_rng(seed)
     measured = y[None] if replicates is None else replicates
     fitted = (measured @ solve.T @ features.T)[rng.integers(len(measured), size=NUM_SAMPLES)]

@@ -69,6 +69,14 @@ def test_a_product_of_variables_can_be_a_term():
     assert law.r_squared == pytest.approx(1)
 
 
+@pytest.mark.parametrize("value", [0.0, 2.0, 2.568303])
+def test_a_law_of_what_never_varies_leaves_nothing_unexplained(value):
+    """The last one's mean is not quite it: what is left is rounding."""
+    law = fit([{"B": float(2**i)} for i in range(6)], [value] * 6, ("B",))
+    assert law.r_squared == 1.0
+    assert law.coefficients == pytest.approx([value, 0.0])
+
+
 def test_a_law_of_no_points_to_speak_of_is_refused():
     with pytest.raises(ValueError, match=r"2 points for a law of parameters; allowed: 3 or more"):
         fit(GRID[:2], [1, 2], ("parameters",))
