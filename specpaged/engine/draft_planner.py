@@ -5,9 +5,12 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
+from operator import eq, gt
 
 from specpaged.drafting.draft import NO_DRAFT, Draft, evidence_of
 from specpaged.engine.call_length import CallLength
+from specpaged.engine.calls import Calls, may_be_in_one_call
 from specpaged.engine.candidate import candidate_of, draft_lag, num_left
 from specpaged.engine.chore import Chore
 from specpaged.engine.followers import Followers
@@ -23,15 +26,15 @@ from specpaged.speculation.stop_rule import StopRule
 
 logger = logging.getLogger("specpaged")
 
-# Seconds that it takes to look at a proposal's outcome, and to plan; what of the time may go into each; and the steps
-# from one to the next.
+# Seconds that it takes to look at a proposal's outcome, to plan, and to say whom to look back at; what of the time may
+# go into each; and the steps from one to the next.
 _LOOKING = 8e-5, 0.003, 2, 12
 _PLANNING = 1.6e-4, 0.0028, 1, 48
-# Of rounds that draft, those with a proposal of their own, as long as nothing is known of that; and what the newest
-# round says of it.
-_OWN_PROPOSALS, _NEWEST = 0.25, 0.03
+_LOOKING_AGAIN = 6e-5, 0.0025, 1, 64
 # Steps at most, that a plan is followed for because to plan takes long; and as many again, if the one before was not.
 _SELDOM = 64
+_LOOKS_AGAIN = 32  # steps at least, while a plan without drafts stands, until it is asked whom to look back at
+_UNSETTLED = 3  # plans that are provisional, where a text has turned
 
 
 class DraftPlanner:
@@ -48,22 +51,26 @@ class DraftPlanner:
         self.follows_target = follows_target  # the drafter does: nobody has to catch up, or can
         self.followers = Followers() if follows_target and gives_up else None  # ranks have to give up the same ones
         self.clock = StepClock(controller, follows_target)
-        self._looking, self._planning = Chore(*_LOOKING), Chore(*_PLANNING)
+        self._looking, self._planning, self._looking_again = Chore(*_LOOKING), Chore(*_PLANNING), Chore(*_LOOKING_AGAIN)
         self._standing = StandingPlan()
         self._half: int | None = None  # whose plan it is, where batches go by halves
         self._others: dict[int, StandingPlan] = {}  # the other half's
         self.outcomes = Outcomes(controller)
+        self._num_unsettled = 0  # plans that are still to be provisional
         self._proposals: dict[Sequence, Draft] = {}  # of which nobody knows yet what came of them
         self._looked_next = 0  # the step whose drafts will be waited for, at the latest
-        self.call_length = CallLength(1)  # of plain steps
-        self.drafts_in_rounds = False  # whether drafts may be made in such a call, so that others are one, too
-        self._own_proposals = _OWN_PROPOSALS  # of rounds that draft, those whose drafts were not
+        self.calls = Calls()
         self._selects = True  # whether drafts were selected from when that was asked last
 
     @property
     def costs(self) -> CostModel | None:
         """What passes take, as the controller knows it now; None of one that does not ask."""
         return getattr(self.controller, "costs", None)
+
+    @property
+    def _models_draft(self) -> bool:
+        """Whether drafts are such as turns are followed of: lookups' come for nothing, whatever the text."""
+        return getattr(self.costs, "draft", None) is not None
 
     def turn_to(self, half: int | None) -> None:
         """Plans are those of one half of a batch from now on, of which the last one holds as ever; None: of all of it.
@@ -93,15 +100,25 @@ class DraftPlanner:
     def plan(self, sequences: SequenceOf[Sequence], num_rounds: int = 1) -> Plan:
         """How much to draft for each of the sequences, which go on from so many rounds, and at whose to look back."""
         self._standing.age += num_rounds
-        self._drafted_in_rounds(num_rounds - 1)
+        self.calls.went_by(num_rounds - 1, self._standing.plan)
         if self._standing.holds_for(sequences):
-            return self._standing.again
+            if self._standing.looks_in > 0:
+                return self._standing.again
+            return self.clock.leave_out(self._looking_again, self._look_again)
         arrival = self._arrival(sequences) if self.clock.num_steps > OFTEN else None
         if arrival is not None and self._standing.is_left_to(sequences[0], arrival):
             if self.followers is not None:
                 self.followers.planned(sequences, self._standing.plan.num_draft_tokens, 0)
             return self._standing.again
         return self.clock.leave_out(self._planning, self._plan_anew, sequences, num_rounds, arrival)
+
+    def _look_again(self) -> Plan:
+        """What stands, and whom to look back at."""
+        standing = self._standing
+        num_steps, standing.looked = standing.age - standing.looked, standing.age
+        candidates = [candidate_of(sequence, self.follows_target) for sequence in standing.sequences]
+        looks_back, glances = ask(self.controller.look, candidates, num_steps, otherwise=((), ()))
+        return replace(standing.again, looks_back=looks_back, glances=glances)
 
     def leave_to_device(self, waits: bool) -> None:
         """Rounds are a device's from now on, wherever they can be, and the host waits for each of them, or is late."""
@@ -139,13 +156,14 @@ class DraftPlanner:
         lag, left = (1, None) if self.follows_target else (draft_lag(sequence), num_left(sequence))
         if lag <= 1 or left is None:  # who has not to catch up has nothing to repay
             left = math.inf
-        kind = sequence.max_draft_tokens, sequence.num_tokens // ALIKE, _may_be_in_one_call(sequence)
+        kind = sequence.max_draft_tokens, sequence.num_tokens // ALIKE, may_be_in_one_call(sequence)
         return Arrival(lag, left, kind)
 
     def _plan_anew(self, sequences: SequenceOf[Sequence], num_rounds: int, arrival: Arrival | None) -> Plan:
         self.outcomes.tell()
         candidates = [candidate_of(sequence, self.follows_target) for sequence in sequences]
-        plain_rounds, drafting_rounds = self._expect_rounds(sequences)
+        asks = self._selects and not getattr(self.controller, "selects_by_rule", False)
+        plain_rounds, drafting_rounds = self.calls.expect(sequences, asks, self.costs)
         age = self._standing.age
         plan = ask(self.controller.plan, candidates, age, otherwise=Plan([0] * len(sequences)))
         if plan.tries_rows and (self.follows_target or self.clock.is_deaf):
@@ -153,6 +171,9 @@ class DraftPlanner:
             plan = Plan([0] * len(sequences))
         if self.followers is not None and not plan.lookups:  # whose finds those would lose, too
             self.followers.planned(sequences, plan.num_draft_tokens, age - self._standing.since)
+        if self._num_unsettled and not plan.is_trial:
+            self._num_unsettled -= 1
+            plan.is_provisional = True
         good_for = plan.num_steps
         if not (plan.is_trial or plan.is_provisional) and self.clock.num_steps > OFTEN:
             rounds = drafting_rounds if any(plan.num_draft_tokens) else plain_rounds
@@ -161,6 +182,8 @@ class DraftPlanner:
             good_for = max(good_for, seldom + min(seldom, too_early))
         is_left = not (plan.is_trial or plan.lookups)
         self._standing = StandingPlan(list(sequences), plan, 0, good_for, arrival if is_left else None)
+        if is_left and not self._standing.drafts and self._models_draft and not self.follows_target:
+            self._standing.looks_every = max(_LOOKS_AGAIN, plain_rounds * self.clock.every(self._looking_again))
         return plan
 
     def rounds(self, sequences: SequenceOf[Sequence]) -> tuple[int, list[int], StopRule | None, bool]:
@@ -176,9 +199,10 @@ class DraftPlanner:
         if asks or sequences != standing.sequences:
             return 1, [], None, False
         drafts = standing.drafts
-        num_rounds = max(1, min(self._most_rounds(len(sequences), drafts), standing.num_left))
+        num_rounds = max(1, min(self.calls.most_rounds(len(sequences), drafts), standing.num_left))
         looks = drafts and self.looks_at_rounds
-        goes_on = num_rounds < standing.num_left and self.clock.num_steps > OFTEN and not looks
+        next_asked = min(standing.num_left, standing.looks_in)
+        goes_on = num_rounds < next_asked and self.clock.num_steps > OFTEN and not looks
         return num_rounds, list(counts), plan.stop_rule, goes_on
 
     @property
@@ -189,37 +213,15 @@ class DraftPlanner:
     def went_on(self, num_rounds: int) -> None:
         """So many rounds have been run, and the drafts behind them made, as `rounds` has said."""
         self._standing.age += num_rounds
-        self._drafted_in_rounds(num_rounds)
-
-    def _drafted_in_rounds(self, num_rounds: int) -> None:
-        """Behind so many rounds, drafts, if any, were made in the same call."""
-        if num_rounds and any(self._standing.plan.num_draft_tokens):
-            self._own_proposals *= (1.0 - _NEWEST) ** num_rounds
+        self.calls.went_by(num_rounds, self._standing.plan)
 
     def expect_calls(self, call_length: CallLength, drafts_in_rounds: bool) -> None:
         """So many rounds may be one call, and those that draft, too, where drafts may be made in it."""
-        self.call_length, self.drafts_in_rounds = call_length, drafts_in_rounds
-
-    def _most_rounds(self, num_seqs: int, drafts: bool) -> int:
-        return 1 if drafts and not self.drafts_in_rounds else self.call_length.num_rounds(num_seqs)
-
-    def _expect_rounds(self, sequences: SequenceOf[Sequence]) -> tuple[int, int]:
-        """How many rounds a call will have, plain and drafting; the costs are told, as its own time is spread over
-        them.
-        """
-        num_seqs, in_one_call = len(sequences), all(map(_may_be_in_one_call, sequences))
-        asks = self._selects and not getattr(self.controller, "selects_by_rule", False)
-        may_draft = in_one_call and not asks
-        plain = self._most_rounds(num_seqs, False) if in_one_call else 1
-        drafting = self._most_rounds(num_seqs, True) if may_draft else 1
-        if self.costs is not None:
-            self.costs.plain_rounds, self.costs.drafting_rounds = plain, drafting
-            self.costs.proposals_per_round = self._own_proposals if may_draft and self.drafts_in_rounds else 1.0
-        return plain, drafting
+        self.calls.length, self.calls.may_draft = call_length, drafts_in_rounds
 
     def select(self, sequences: SequenceOf[Sequence], drafts: SequenceOf[Draft]) -> list[Draft]:
         """As much of each sequence's draft as is to be verified. The whole of it waits for its outcome."""
-        self._own_proposals += _NEWEST * (1.0 - self._own_proposals)
+        self.calls.proposed()
         if not (self._selects or self.looks_at_rounds):
             return list(drafts)
         return self.clock.leave_out(self._looking, self._select, sequences, drafts)
@@ -245,9 +247,23 @@ class DraftPlanner:
     def look_back(self, sequence: Sequence, proposed: SequenceOf[int]) -> None:
         """What would have been drafted in place of the sequence's last tokens of output, up to the newest one."""
         came = sequence.token_ids[sequence.num_tokens - len(proposed) :]
-        for token_id, came_id in zip(proposed, came, strict=True):
-            stood = token_id == came_id
-            ask(self.controller.observe_drafts, sequence, int(stood), int(not stood))
+        num_stood = sum(map(eq, proposed, came))
+        if self.outcomes.count(sequence, num_stood, len(proposed) - num_stood, is_told=False):
+            self._end_plan()
+
+    def fared(self, sequence: Sequence, num_drafts: SequenceOf[int], num_accepted: SequenceOf[int]) -> None:
+        """So many drafts were verified in each of some rounds, and so many stood; where a text turns, plans are over.
+
+        Of lookups' drafts, beside a model's or without one, nothing is planned by that.
+        """
+        if self._standing.plan.lookups or not self._models_draft:
+            return
+        if self.outcomes.count(sequence, sum(num_accepted), sum(map(gt, num_drafts, num_accepted)), is_told=True):
+            self._end_plan()
+
+    def _end_plan(self) -> None:
+        """A text has turned: the next plans are to find out how."""
+        self._standing.good_for, self._num_unsettled = self._standing.age, _UNSETTLED
 
     def committed(self, sequence: Sequence, token_ids: SequenceOf[int]) -> None:
         """These tokens stand behind what was proposed: the outcome of as many drafts, verified or not."""
@@ -282,9 +298,3 @@ class DraftPlanner:
 def admits(planner: DraftPlanner | None) -> bool:
     """Whether a new sequence is to draft at all."""
     return planner is None or planner.followers is None or planner.followers.admits()
-
-
-def _may_be_in_one_call(sequence: Sequence) -> bool:
-    """Whether several rounds of it may be."""
-    request = sequence.sampling_request
-    return request.takes_argmax and request.params.logprobs is None

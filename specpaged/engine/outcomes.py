@@ -7,6 +7,7 @@ from collections.abc import Sequence as SequenceOf
 from specpaged.drafting.draft import Draft, Evidence
 from specpaged.engine.sequence import Sequence
 from specpaged.engine.step_clock import ask
+from specpaged.engine.turns import Turns
 from specpaged.speculation.controller import Controller
 
 _MOST_GONE = 8  # sequences that are kept, to be told of
@@ -20,14 +21,25 @@ class Outcomes:
     def __init__(self, controller: Controller):
         self.controller = controller
         self._known: list[tuple[Sequence, Draft, SequenceOf[int]]] = []  # with what came in the draft's place
+        self._turns = Turns()
         self._gone: list[tuple[Sequence, tuple[int, int] | None]] = []  # with how many tokens came, of how many
 
     def add(self, sequence: Sequence, draft: Draft, token_ids: SequenceOf[int]) -> None:
         """These tokens stand where this was drafted."""
         self._known.append((sequence, draft, token_ids))
 
+    def count(self, sequence: Sequence, num_accepted: int, num_rejected: int, is_told: bool) -> bool:
+        """So many drafts stood and so many fell; whether its text has turned by that, of which the controller hears at
+        once. Else it does now and then anyway (`is_told`), or is told here alone.
+        """
+        turned = self._turns.add(sequence, num_accepted, num_rejected)
+        if turned is not None or not is_told:
+            ask(self.controller.observe_outcomes, sequence, *(turned or (num_accepted, num_rejected)))
+        return turned is not None
+
     def forget(self, sequence: Sequence) -> None:
         """The sequence has ended, or given up its KV."""
+        self._turns.forget(sequence)
         ended = sequence.has_ended and sequence.error is None and sequence.params.max_tokens
         end = (len(sequence.output_token_ids), sequence.params.max_tokens) if ended else None
         self._gone.append((sequence, end))

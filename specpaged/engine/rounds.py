@@ -225,6 +225,8 @@ def _emit(step: SpeculativeStep, sequence: Sequence, rounds: Rounds, i: int, far
         of_request.rounds += num_emitted
         return
     num_accepted = [num_tokens - 1 for num_tokens in rounds.num_tokens[first:last]]
+    if step.planner is not None:
+        step.planner.fared(sequence, num_drafts, num_accepted)
     num_kept = num_accepted
     if num_emitted < len(token_ids):  # it has ended, and there are no rounds behind that one
         num_kept = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
@@ -45,6 +46,8 @@ class StandingPlan:
     num_heirs: int = 0
     since: int = 0  # its age when it was left to the last of them
     left: Plan | None = None
+    looks_every: float = math.inf  # steps, from one time to the next that it is asked whom to look back at
+    looked: int = 0  # its age when that was asked
 
     def __post_init__(self) -> None:
         self.again = replace(self.plan, looks_back=(), glances=())
@@ -59,6 +62,11 @@ class StandingPlan:
     def num_left(self) -> int:
         """Steps that it will still be followed for."""
         return self.good_for - self.age
+
+    @property
+    def looks_in(self) -> float:
+        """Steps, behind which it is to be asked whom to look back at."""
+        return self.looked + self.looks_every - self.age
 
     def holds_for(self, sequences: SequenceOf[Sequence]) -> bool:
         """Whether it is to be followed by these, and from now on is one for them."""

@@ -48,9 +48,7 @@ class ScoredStep:
     entries: SequenceOf[ScheduledSequence]
     drafts: DraftOutput  # of the entries that sample, in order; of several rounds, none
     sampling: SamplingBatch  # likewise
-    logits: (
-        Tensor | Argmax | GreedyTokens | None
-    )  # [M, V] fp32, until it is verified; these and the rest as TargetPass has them
+    logits: Tensor | Argmax | GreedyTokens | None  # [M, V] fp32; these, until verified, and the rest as of TargetPass
     prompt_logits: dict[Sequence, Tensor]
     hidden_states: dict[Sequence, HiddenStates]
     rounds: Rounds | None = None  # several at once, which are verified
@@ -277,12 +275,13 @@ class SpeculativeStep:
         self, entry: ScheduledSequence, token_ids: SequenceOf[int], num_accepted: int, logprobs: SequenceOf | None
     ) -> int:
         """Append the output of an entry that samples; how many of its drafts stand and were emitted."""
-        sequence, k = entry.sequence, entry.num_draft_tokens
+        sequence, k = entry.sequence, 0 if entry.draft.is_trial else entry.num_draft_tokens
         sequence.metrics.rounds += 1
-        if k and not entry.draft.is_trial:
+        if k:
             sequence.metrics.record_draft(k, num_accepted)
         if self.planner is not None:
             self.planner.committed(sequence, token_ids)
+            self.planner.fared(sequence, (k,), (num_accepted,))
         num_emitted = sequence.emit(token_ids, logprobs)
         self.metrics.emitted_tokens += num_emitted
         return min(num_accepted, num_emitted)

@@ -25,6 +25,8 @@ _DIFFER = 0.8  # in logits, of how far requests' drafts come to lie apart, one l
 _KNOWN, _MOST_TRIES, _PART = 5.0, 3, 0.25
 _HOPE = 1.0  # in logits, of a request of which nothing is known, nor of any other
 _MOST_LOGIT = 6.0  # certainty is never believed
+# Standard deviations from what was expected, beyond which outcomes are of another text; and what is left of older ones.
+_CONTRADICTS, _LEFT = 2.8, 0.3
 
 
 class RequestAcceptance:
@@ -152,22 +154,35 @@ class AcceptanceModel:
         num_drafts = num_accepted + num_rejected
         if num_drafts == 0:
             return
-        self.num_outcomes += num_drafts
-        lead = request.lead
-        expected = self._mean_logit + self.share * lead
-        error = num_accepted - num_drafts * sigmoid(expected)
-        keeps, ones = _decay(num_drafts)
-        request.num_seen = request.num_seen * keeps + ones
-        request.num_accepted = request.num_accepted * keeps + ones - num_rejected
-        self._count(request, num_drafts, num_accepted)
         self._num_calls += 1
         if self.num_outcomes < _LEARNED or self._num_calls % _LEARNS_EVERY == 0:
+            lead = request.lead
+            expected = self._mean_logit + self.share * lead
             for j in range(min(num_drafts, MOST_POSITIONS)):
                 value = expected + self.by_place[j]
                 self.by_place[j] += _PLACE_RATE * ((j < num_accepted) - 1.0 / (1.0 + math.exp(-value)))
                 x = math.nan if evidence is None else evidence[j]
                 if x == x:
                     self._learn(x, j, lead, j < num_accepted, value)
+        self.count(request, num_accepted, num_rejected)
+
+    def count(self, request: RequestAcceptance, num_accepted: int, num_rejected: int) -> None:
+        """So many of a request's drafts stood, and so many fell, wherever in proposals they were.
+
+        Where that is far from what the request has shown so far, its text has turned: that counts for little then.
+        """
+        num_drafts, lead, mean = num_accepted + num_rejected, request.lead, self.mean
+        own = (request.num_accepted + _PRIOR_DRAFTS * mean) / (request.num_seen + _PRIOR_DRAFTS)
+        if contradicts(num_accepted, num_drafts, own):
+            request.num_seen *= _LEFT
+            request.num_accepted *= _LEFT
+        self.num_outcomes += num_drafts
+        error = num_accepted - num_drafts * sigmoid(self._mean_logit + self.share * lead)
+        keeps, ones = _decay(num_drafts)
+        request.num_seen = request.num_seen * keeps + ones
+        fallen = num_rejected if num_rejected < 2 else ones * num_rejected / num_drafts  # one is the last of its draft
+        request.num_accepted = request.num_accepted * keeps + ones - fallen
+        self._count(request, num_drafts, num_accepted)
         share = self.share + _SHARE_RATE * error * lead
         self.share = share if 0.0 < share < 1.2 else min(1.2, max(0.0, share))
         mean = self.num_accepted / self.num_seen
@@ -200,6 +215,15 @@ class AcceptanceModel:
         self.slope = slope if 0.0 < slope < 3.0 else min(3.0, max(0.0, slope))
         weight = self.request_weight + error * lead
         self.request_weight = weight if 0.0 < weight < 2.0 else min(2.0, max(0.0, weight))
+
+
+def contradicts(num_accepted: int, num_drafts: int, expected: float) -> bool:
+    """Whether so many of some drafts stood that it is hard to believe that each was to with this probability.
+
+    With one draft more or less: of a few drafts, nearly all of which were expected to stand, one may fall.
+    """
+    off = num_accepted - num_drafts * expected
+    return off * off > _CONTRADICTS**2 * (num_drafts * expected * (1.0 - expected) + 1.0)
 
 
 @functools.cache

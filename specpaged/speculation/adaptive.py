@@ -15,25 +15,20 @@ from specpaged.speculation.decisions import ALIKE, Decision, Decisions
 from specpaged.speculation.looks import Looks
 from specpaged.speculation.plan_length import PlanLength
 from specpaged.speculation.prospects import LOOKING, Prospects
+from specpaged.speculation.repayment import Repayment
 from specpaged.speculation.selecting import Selecting
 from specpaged.speculation.selection import Selection, select
 from specpaged.speculation.step_times import TimesOfSteps
 from specpaged.speculation.stop_rule import StopRule
 from specpaged.speculation.trials import TRIAL_STEPS, Trials
 
-_MOST_SAVED = 4.0  # plain steps, that may be spent on looking at once
 _ADVANCE = 0.25  # of its share of a plain step, for a new request, of which nothing is known yet
-_NEAR = 4  # tokens: catching up with so few is part of any proposal
 # Drafts must promise so much more tokens per second than plain decoding to begin, and less to go on, the less the
 # fewer have had an outcome: noise is not to switch them on and off, and who has stopped has to catch up first. As long
 # as what passes take is in doubt, more.
 _TO_BEGIN, _TO_GO_ON = 0.04, 0.015
 _DOUBT_TO_BEGIN, _DOUBT_TO_GO_ON = 1 / 3, 1 / 6  # standard deviations
 _EARLY = 0.4  # divided by the square root of the number of outcomes
-_REPAID_WITHIN = 128  # tokens at most
-# Of the tokens that may still come, those that will, as long as nothing is known, and requests that say so; and how
-# many say what it is from then on.
-_WILL_COME, _SAY_SO = 0.5, (4, 64)
 _SOON = 4  # steps that a plan is good for, which is to find out what comes of some requests' drafts
 _TOLD_APART = 0.6  # in logits: of less spread, evidence says too little to stop a proposal by
 _LEAST_TRIAL = 0.05  # of a plain step, what one of a trial costs: were they free, nobody would look any more
@@ -57,14 +52,14 @@ class AdaptiveController(MeasuringController):
         self.by_evidence = by_evidence
         self.is_timed = True  # what passes take, and so may be tried
         self.acceptance = AcceptanceModel()
-        self.prospects = Prospects(costs, self.acceptance, lambda chances: any(self._depths(chances).counts))
+        self.prospects = Prospects(costs, self.acceptance, self._gain_of)
         self.decisions = Decisions()
         self.selecting = Selecting()
         self._times = TimesOfSteps(costs)
         self._requests: dict[Hashable, RequestAcceptance] = {}
         self._is_drafting = self._was_trial = False
         self.length = PlanLength()
-        self._will_come, self._num_said = _WILL_COME, _SAY_SO[0]
+        self.repayment = Repayment(costs)
         self._unseen: dict[Hashable, int] = {}  # drafts to verify of each sequence, where they come for nothing
 
     def leave_to_device(self, waits: bool) -> None:
@@ -88,7 +83,8 @@ class AdaptiveController(MeasuringController):
         if not self._is_drafting:
             looking = self.prospects.share_of_looking(len(candidates), max(c.most for c in candidates))
         plain_seconds = self._times.of(len(candidates), 0).plain
-        self.looks.earn(looking * num_steps * plain_seconds, _MOST_SAVED * plain_seconds)
+        self.looks.share = looking
+        self.looks.earn(num_steps, plain_seconds)
         if not looking:
             self._is_drafting = False
             return Plan(nothing, num_steps=self.length.of(nothing))
@@ -100,10 +96,8 @@ class AdaptiveController(MeasuringController):
             return Plan(most, (), self._lookup_rule(candidates), most, self.length.of(most))
         num_known = len(self._requests)
         logits = self._logits(candidates)
-        num_new = len(self._requests) - num_known
-        if num_new:
-            advance = looking / LOOKING * _ADVANCE * num_new / len(candidates) * plain_seconds
-            self.looks.earn(advance, _MOST_SAVED * plain_seconds)
+        if num_new := len(self._requests) - num_known:
+            self.looks.advance(looking / LOOKING * _ADVANCE * num_new / len(candidates) * plain_seconds)
         counts, rate, deepest, stop_rule = self._decided(candidates, logits)
         was_drafting, self._is_drafting = self._is_drafting, any(counts)
         if was_drafting and self._is_drafting and self.is_timed:
@@ -112,17 +106,21 @@ class AdaptiveController(MeasuringController):
             tried = self._rows_to_try(candidates, logits, num_steps * plain_seconds)
         else:
             tried = None
+        self._was_trial = tried is not None
         if tried is not None:
-            self._was_trial = True
             return Plan(tried, num_steps=TRIAL_STEPS, is_trial=True, tries_rows=not self._is_drafting)
         self.selecting.is_ruled = stop_rule is not None and len(candidates) == 1
-        num_seen = [self._requests[c.sequence].num_seen for c in candidates]
-        looks, glances = self.looks.choose(candidates, deepest, num_seen) if self.looks_back else ((), ())
+        looks, glances = self._look(candidates, deepest)
         num_steps = self.length.of(deepest)
         drafting = [self._requests[c.sequence] for c, count in zip(candidates, deepest, strict=True) if count]
         if tries := self.acceptance.tries(drafting, len(candidates)):
             num_steps = min(_SOON, num_steps)
         return Plan(deepest, looks, stop_rule, counts, num_steps, is_provisional=tries, glances=glances)
+
+    @override
+    def look(self, candidates: Sequence[Candidate], num_steps: int) -> tuple[Sequence[int], Sequence[int]]:
+        self.looks.earn(num_steps, self._times.of(len(candidates), 0).plain, since_plan=True)
+        return self._look(candidates, [0] * len(candidates))
 
     @override
     def selects(self) -> bool:
@@ -138,8 +136,7 @@ class AdaptiveController(MeasuringController):
             return lengths
         if not self.by_evidence:  # what was planned before anything was drafted
             return [min(n, self._unseen.get(s, n)) for n, s in zip(lengths, sequences, strict=True)]
-        times = self._times.of(len(sequences), num_drafts)
-        if not self.selecting.could_gain(times, num_drafts):
+        if not self.selecting.could_gain(times := self._times.of(len(sequences), num_drafts), num_drafts):
             return lengths
         chances = [
             self.acceptance.chances_of(self.request(sequence), of_draft) if of_draft else ()
@@ -155,9 +152,12 @@ class AdaptiveController(MeasuringController):
         self.acceptance.observe(self.request(sequence), num_accepted, num_rejected, evidence)
 
     @override
+    def observe_outcomes(self, sequence: Hashable, num_accepted: int, num_rejected: int) -> None:
+        self.acceptance.count(self.request(sequence), num_accepted, num_rejected)
+
+    @override
     def observe_end(self, num_tokens: int, most_tokens: int) -> None:
-        self._num_said = min(self._num_said + 1, _SAY_SO[1])
-        self._will_come += (num_tokens / most_tokens - self._will_come) / self._num_said
+        self.repayment.observe_end(num_tokens, most_tokens)
 
     @override
     def forget(self, sequence: Hashable) -> None:
@@ -175,6 +175,12 @@ class AdaptiveController(MeasuringController):
         if request is None:
             request = self._requests[sequence] = RequestAcceptance()
         return request
+
+    def _look(self, candidates: Sequence[Candidate], counts: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+        """Whom of these to look back at, and of those whom to glance at, where others have so many drafts."""
+        if not self.looks_back:
+            return (), ()
+        return self.looks.choose(candidates, counts, [self.request(c.sequence).num_seen for c in candidates])
 
     def _decided(self, candidates: Sequence[Candidate], logits: Sequence[float]) -> Decision:
         """Who is alone, and like one before, goes by what was decided then, if it is repaid to catch up for that."""
@@ -201,7 +207,7 @@ class AdaptiveController(MeasuringController):
     def _worthwhile(self, candidates: Sequence[Candidate], logits: Sequence[float]) -> Selection:
         """The drafts that promise most, of those who need not catch up, or for whom that is repaid."""
         num_seqs, most = len(candidates), max(c.most for c in candidates)
-        if not self._is_drafting and not self.prospects.would_pay(num_seqs, max(logits), most):
+        if not self._is_drafting and not self.prospects.gain(num_seqs, max(logits), most):
             return Selection([0] * num_seqs, 0.0)  # not even if all were like the best
         chances = self._chances(candidates, logits)
         selection = self._depths(chances)
@@ -220,6 +226,11 @@ class AdaptiveController(MeasuringController):
         passes, proposal = (times.first, times.later) if times.later else (), self.costs.proposal_of_round(len(chances))
         plain, overlaps = times.plain / worth, self.costs.overlaps
         return select(chances, times.verify, passes, proposal_seconds=proposal, plain_seconds=plain, overlaps=overlaps)
+
+    def _gain_of(self, chances: Sequence[Sequence[float]]) -> float:
+        """How many times as fast as plain decoding drafts with these chances are; 0 where none are worthwhile."""
+        counts, rate = self._depths(chances)
+        return rate * self._times.of(len(chances), 0).plain / len(chances) if any(counts) else 0.0
 
     def _rows_to_try(
         self, candidates: Sequence[Candidate], logits: Sequence[float], seconds: float
@@ -243,18 +254,7 @@ class AdaptiveController(MeasuringController):
         return None if counts is None else [min(count, c.most) for count, c in zip(counts, candidates, strict=True)]
 
     def _repaid(self, candidates: Sequence[Candidate], selection: Selection) -> list[bool]:
-        """Of each, whether its tokens that are to come gain more by drafting than it takes to catch up before."""
-        counts = selection.counts
-        backlog = sum([c.lag - 1 for c, count in zip(candidates, counts, strict=True) if count and c.lag > _NEAR])
-        if not backlog:
-            return [True] * len(candidates)
-        gained = self._times.of(len(candidates), 0).plain / len(candidates) - 1.0 / selection.tokens_per_second
-        draft, num_drafting = self.costs.draft, sum(map(bool, counts))
-        catching_up = draft.of_rows(num_drafting + backlog) - draft.of_rows(num_drafting)  # in the first pass
-        repaid = gained * backlog / catching_up if catching_up > 0 else math.inf  # tokens, for each that is to come
-        most, share = _REPAID_WITHIN, self._will_come
-        num_left = [most if c.num_left is None else min(most, share * c.num_left) for c in candidates]
-        return [c.lag <= max(_NEAR, repaid * num) for c, num in zip(candidates, num_left, strict=True)]
+        return self.repayment.repaid(candidates, selection, self._times.of(len(candidates), 0).plain)
 
     def _logits(self, candidates: Sequence[Candidate]) -> list[float]:
         """What is expected of the drafts of each, and hoped; rounded, so that requests are alike."""

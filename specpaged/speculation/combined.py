@@ -69,6 +69,10 @@ class CombinedController(MeasuringController):
         return plan
 
     @override
+    def look(self, candidates: Sequence[Candidate], num_steps: int) -> tuple[Sequence[int], Sequence[int]]:
+        return ((), ()) if self.model is None else self.model.look(candidates, num_steps)
+
+    @override
     def selects(self) -> bool:
         return self.model is not None and self.model.selects()
 
@@ -81,6 +85,10 @@ class CombinedController(MeasuringController):
         self, sequence: Hashable, num_accepted: int, num_rejected: int, evidence: Sequence[float] | None = None
     ) -> None:
         self.model.observe_drafts(sequence, num_accepted, num_rejected, evidence)
+
+    @override
+    def observe_outcomes(self, sequence: Hashable, num_accepted: int, num_rejected: int) -> None:
+        self.model.observe_outcomes(sequence, num_accepted, num_rejected)
 
     @override
     def observe_lookup(

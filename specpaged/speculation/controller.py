@@ -13,7 +13,7 @@ from specpaged.speculation.lookup_choice import LookupChoice
 from specpaged.speculation.pass_seconds import PassShape
 from specpaged.speculation.stop_rule import StopRule
 
-GLANCE = 32  # tokens
+GLANCE = 16  # tokens
 
 
 @dataclass(slots=True)
@@ -63,6 +63,12 @@ class Controller(Protocol):
         """
         ...
 
+    def look(self, candidates: Sequence[Candidate], num_steps: int) -> tuple[Sequence[int], Sequence[int]]:
+        """Whom to look back at while a plan without drafts stands, so many steps after that, or this, was asked last:
+        indices of candidates, and those of them that are glanced at.
+        """
+        return (), ()
+
     def selects(self) -> bool:
         """Whether drafts that have just been made are to be selected from; if not, all of them are verified."""
         return True
@@ -79,6 +85,10 @@ class Controller(Protocol):
         self, sequence: Hashable, num_accepted: int, num_rejected: int, evidence: Sequence[float] | None = None
     ) -> None:
         """The first drafts of a sequence stood, and the next one fell, or nothing is known of it (0)."""
+        ...
+
+    def observe_outcomes(self, sequence: Hashable, num_accepted: int, num_rejected: int) -> None:
+        """So many drafts of a sequence stood, or would have, and so many fell, of one proposal or of several."""
         ...
 
     def observe_lookup(

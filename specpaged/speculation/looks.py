@@ -8,9 +8,11 @@ from specpaged.speculation.controller import GLANCE, Candidate
 from specpaged.speculation.cost_model import CostModel
 
 SHORTEST = 4  # tokens: a pass of a few rows costs hardly more than one of one
-_COLD = 1.5  # times what a pass takes in a run of others: the drafter's weights are in no cache, and prompts are long
+_OF_PROPOSAL = 0.5  # of what a proposal takes beside its passes, what one takes that drafts nothing
+_MOST_SAVED = 4.0  # plain steps, that may be spent on looking at once
 _DEBT = 4.0  # times the most credit, that one look may take of who has it, or has never looked
-_IN_VAIN, _WEARY = 12, 0.5  # looks since anybody has drafted, from which on so much of their share goes into others
+_IN_VAIN, _WEARY = 12, 0.6  # looks since anybody has drafted, from which on so much of their share goes into others
+_FAR_BEHIND = 2 * GLANCE + 1  # tokens: who is, is rather glanced at
 _KNOWN = 4.0  # outcomes of a request, which make a look at another of twice the lag as welcome
 
 
@@ -20,18 +22,28 @@ class Looks:
     def __init__(self, costs: CostModel):
         self.costs = costs
         self.credit = costs.target.of_rows(1)  # in advance: at first nothing is known of any drafts
-        self.most = 4.0 * self.credit
+        self.most = _MOST_SAVED * self.credit
+        self.share = 0.0  # of the time, that goes into looking
+        self._earned_since = 0  # steps of the plan that stands, whose share is earned
         self._num_looks = self._num_in_vain = 0
         self._glanced: dict[Hashable, int] = {}  # tokens that each had by its last glance
 
-    def earn(self, seconds: float, most: float) -> None:
-        """More credit, up to `most` in all: what nobody needed for long is not spent at once later; and not all of it,
-        as long as looks have led to nothing.
+    def earn(self, num_steps: int, plain_seconds: float, since_plan: bool = False) -> None:
+        """Its share of so many steps more, which would take so long plainly, up to what may be saved: what nobody
+        needed for long is not spent at once later; and not all of it, as long as looks have led to nothing.
+
+        The steps are those since a plan was made, or (`since_plan`) since it was last looked back while that stands.
         """
-        if self._num_in_vain >= _IN_VAIN:
-            seconds *= _WEARY
-        self.most = most
-        self.credit = min(most, self.credit + seconds)
+        if since_plan:
+            self._earned_since += num_steps
+        else:
+            num_steps, self._earned_since = num_steps - self._earned_since, 0
+        self.most = _MOST_SAVED * plain_seconds
+        self.advance(self.share * num_steps * plain_seconds * (_WEARY if self._num_in_vain >= _IN_VAIN else 1.0))
+
+    def advance(self, seconds: float) -> None:
+        """More credit, up to what may be saved."""
+        self.credit = min(self.most, self.credit + seconds)
 
     def choose(
         self, candidates: Sequence[Candidate], counts: Sequence[int], num_outcomes: Sequence[float]
@@ -39,16 +51,17 @@ class Looks:
         """Whom there is credit to look back at, of those that have no drafts by `counts`: indices of candidates.
 
         Of each so many outcomes are known. Where others draft, their first pass has room for a few rows more; else it
-        takes one of its own, for which a few tokens should have come together. Who is too far behind for the credit is
-        glanced at, if that can be done, as often as there are tokens that no glance has seen: which of the chosen ones
-        comes second. Else who is too far behind is given up; but prompts are long, and of nobody's drafts would ever be
-        known whether they stand: one may be looked at on debt.
+        takes one of its own, for which a few tokens should have come together. Who is far behind, or too far for the
+        credit, is glanced at, if that can be done: which of the chosen ones comes second. That is done as often as
+        there are tokens that no glance has seen, and of several first to whom it was done the longest ago. Else who is
+        too far behind is given up; but prompts are long, and of nobody's drafts would ever be known whether they stand:
+        one may be looked at on debt.
         """
         is_alone = not any(counts)
         if not is_alone:
             self._num_in_vain = 0
         idle = [
-            (candidate.lag * (1.0 + num_outcomes[i] / _KNOWN), i)
+            (self._price(candidate) * (1.0 + num_outcomes[i] / _KNOWN), self._glanced.get(candidate.sequence, 0), i)
             for i, (candidate, count) in enumerate(zip(candidates, counts, strict=True))
             if not count and candidate.most and candidate.num_unseen > (SHORTEST if is_alone else 0)
         ]
@@ -56,18 +69,18 @@ class Looks:
             return [], []
         rows = sum(candidate.lag for candidate, count in zip(candidates, counts, strict=True) if count)
         draft = self.costs.draft
-        of_proposal = self.costs.proposal(1) + self.costs.saved(len(candidates))
+        of_proposal = _OF_PROPOSAL * (self.costs.proposal(1) + self.costs.saved(len(candidates)))
         before = -of_proposal if is_alone else draft.of_rows(rows)
         looks: list[int] = []
         glances: list[int] = []
         spent = 0.0
-        for _, i in sorted(idle):
+        for *_, i in sorted(idle):
             candidate = candidates[i]
             num_rows = candidate.lag - 1  # the newest token has no successor yet
-            seconds = _COLD * (draft.of_rows(rows + num_rows) - before)
-            if seconds > self.credit and candidate.may_glance:
+            seconds = draft.of_rows(rows + num_rows) - before
+            if candidate.may_glance and (seconds > self.credit or candidate.lag > _FAR_BEHIND):
                 num_rows = GLANCE
-                seconds = _COLD * (draft.of_rows(rows + num_rows) - before)
+                seconds = draft.of_rows(rows + num_rows) - before
                 if seconds > self.credit or not self._is_worth_a_glance(candidate):
                     continue
                 glances.append(i)
@@ -82,6 +95,11 @@ class Looks:
         self._num_looks += len(looks)
         self._num_in_vain += len(looks)
         return looks, glances
+
+    @staticmethod
+    def _price(candidate: Candidate) -> int:
+        """In tokens to read."""
+        return GLANCE if candidate.may_glance and candidate.lag > _FAR_BEHIND else candidate.lag
 
     def _is_worth_a_glance(self, candidate: Candidate) -> bool:
         """Whether as many tokens have come as one tells of, since the last one."""

@@ -7,24 +7,27 @@ from collections.abc import Callable, Sequence
 from specpaged.speculation.acceptance import AcceptanceModel
 from specpaged.speculation.cost_model import CostModel
 
-LOOKING = 0.006  # of the time goes into looking whether sequences that do not draft should, beside what is in advance
-_LOOKING_HOPELESS = 0.0005  # where not even drafts such as those of the best requests so far would pay
+# Of the time, what goes into looking whether sequences that do not draft should, beside what is in advance: all of it
+# where drafts that are next to certain would make decoding so many times as fast, or more; else as much less as they
+# would gain less.
+LOOKING, _FULL_GAIN = 0.01, 3.0
+_HOPELESS = 0.25  # of that, where not even drafts such as those of the best requests so far would pay
 _CERTAIN = 4.0  # the logit of drafts that nothing is to be hoped beyond
-_MEMORY = 256  # plans that what could pay is asked for once, and as many as there were so far
+_MEMORY = 256  # plans that what could be gained is asked for once, and as many as there were so far
 
 
 class Prospects:
-    """Remembers whether it would pay to begin to draft, which `pays` says of the chances of each sequence's drafts."""
+    """Remembers what it would bring to begin to draft: `gain_of` says it of the chances of each sequence's drafts."""
 
     def __init__(
-        self, costs: CostModel, acceptance: AcceptanceModel, pays: Callable[[Sequence[Sequence[float]]], bool]
+        self, costs: CostModel, acceptance: AcceptanceModel, gain_of: Callable[[Sequence[Sequence[float]]], float]
     ):
         self.costs = costs
         self.acceptance = acceptance
-        self._pays = pays
-        self._num_plans = self._asked = 0  # so far, and when what could pay was asked anew
+        self._gain_of = gain_of
+        self._num_plans = self._asked = 0  # so far, and when that was asked anew
         # By batch size, most drafts of one sequence, rounds, and the logit that is expected of the drafts.
-        self._paying: dict[tuple[int, int, int, int, float], bool] = {}
+        self._gains: dict[tuple[int, int, int, int, float], float] = {}
 
     def count_plan(self) -> None:
         """Another plan is made: now and then all is forgotten."""
@@ -35,20 +38,24 @@ class Prospects:
 
     def forget(self) -> None:
         """All is asked anew."""
-        self._paying.clear()
+        self._gains.clear()
 
-    def would_pay(self, num_seqs: int, expected_logit: float, most: int) -> bool:
-        """Whether it would to draft for so many, if their drafts stood as expected."""
+    def gain(self, num_seqs: int, expected_logit: float, most: int) -> float:
+        """How many times as fast decoding would be if so many drafted, and drafts stood as expected; 0: it is not to
+        pay.
+        """
         key = num_seqs, most, self.costs.plain_rounds, self.costs.drafting_rounds, expected_logit
-        pays = self._paying.get(key)
-        if pays is None:
+        gain = self._gains.get(key)
+        if gain is None:
             chances = self.acceptance.chances(expected_logit, most)
-            pays = self._paying[key] = self._pays([chances] * num_seqs)
-        return pays
+            gain = self._gains[key] = self._gain_of([chances] * num_seqs)
+        return gain
 
     def share_of_looking(self, num_seqs: int, most: int) -> float:
         """How much time may go into looking; 0 where drafts that are next to certain would not pay."""
-        if not most:
+        certain = self.gain(num_seqs, _CERTAIN, most) if most else 0.0
+        if not certain:
             return 0.0
-        hopes = (round(self.acceptance.hopeful_logit, 1), LOOKING), (_CERTAIN, _LOOKING_HOPELESS)
-        return next((share for logit, share in hopes if self.would_pay(num_seqs, logit, most)), 0.0)
+        share = LOOKING * min(1.0, (certain - 1.0) / (_FULL_GAIN - 1.0))
+        is_hopeful = self.gain(num_seqs, round(self.acceptance.hopeful_logit, 1), most) > 0.0
+        return share if is_hopeful else _HOPELESS * share

@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 import time
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
 from specpaged import SamplingParams
 from specpaged.drafting.draft import Draft
+from specpaged.engine import draft_planner
 from specpaged.engine.draft_planner import DraftPlanner, evidence_of
 from specpaged.speculation.acceptance import logit
 from specpaged.speculation.controller import Plan
@@ -36,7 +38,8 @@ class Whim:
         self.looks_back = looks_back
         self.num_steps = num_steps
         self.outcomes = []
-        self.num_looks = self.num_rules = self.num_trials = 0
+        self.num_looks = self.num_looks_again = self.num_rules = self.num_trials = 0
+        self.costs = SimpleNamespace(draft=True)  # drafts cost something, so that plans without any look back
         self.forgotten = set()
 
     def plan(self, candidates, num_steps):
@@ -64,6 +67,13 @@ class Whim:
         rule = StopRule(1.0, [0.0] * 16, [rng.uniform(-2, 2)] * num_drafting, gains, 0.1, rng.random() * num_drafting)
         return Plan(counts, looks, rule, [rng.randint(0, count) for count in counts], glances=glances)
 
+    def look(self, candidates, num_steps):
+        assert num_steps > 0
+        looks = [i for i, c in enumerate(candidates) if self.looks_back and c.most and c.lag > 1]
+        looks = [i for i in looks if self.rng.random() < 0.5]
+        self.num_looks_again += len(looks)
+        return looks, [i for i in looks if candidates[i].may_glance and self.rng.random() < 0.5]
+
     def selects(self):
         return self.rng.random() < 0.8
 
@@ -81,6 +91,13 @@ class Whim:
 
     def __getattr__(self, name):
         return lambda *_: None  # what passes take
+
+
+@pytest.fixture(autouse=True)
+def _looks_again_often(monkeypatch):
+    """In every second step of a plan without drafts."""
+    monkeypatch.setattr(draft_planner, "_LOOKS_AGAIN", 2)
+    monkeypatch.setattr(draft_planner, "_LOOKING_AGAIN", (0.0, 1.0, 1, 1))
 
 
 def with_whim(llm, seed, **arguments):
@@ -137,7 +154,7 @@ def test_outputs_do_not_depend_on_what_is_decided(toy_pair, seed, method, argume
     assert llm.metrics.draft_tokens > 0
     assert llm.metrics.failed_steps == llm.metrics.failed_proposals == 0
     assert whim.outcomes
-    assert whim.num_looks > 0 or method == "ngram"
+    assert (whim.num_looks > 0 and whim.num_looks_again > 0) or method == "ngram"
     assert whim.num_rules > 0
     assert whim.num_trials > 0
 

@@ -19,7 +19,7 @@ class Glancer:
     def __init__(self, drafts_after=1 << 30):
         self.drafts_after = drafts_after
         self.num_glances = 0
-        self.told = []  # how many tokens the sequence had, and what became of its drafts
+        self.told = []  # how many tokens the sequence had, and how many drafts would have stood, and fallen
 
     def plan(self, candidates, num_steps):
         if min(candidate.context_len for candidate in candidates) > self.drafts_after:
@@ -31,8 +31,8 @@ class Glancer:
     def selects(self):
         return False
 
-    def observe_drafts(self, sequence, num_accepted, num_rejected, evidence=None):
-        self.told.append((sequence.num_tokens, bool(num_accepted)))
+    def observe_outcomes(self, sequence, num_accepted, num_rejected):
+        self.told.append((sequence.num_tokens, num_accepted, num_rejected))
 
     def __getattr__(self, name):
         return lambda *_: None
@@ -54,14 +54,14 @@ def test_a_glance_says_what_would_be_drafted_behind_the_last_tokens_alone(toy_pa
     [prompt] = prompts(1)
     [[tokens]] = token_ids(generate(llm, [prompt], SamplingParams(temperature=0, max_tokens=70, ignore_eos=True)))
     known = [*prompt["prompt_token_ids"], *tokens]
-    num_tokens = glancer.told[-1][0]
-    said = [stood for of, stood in glancer.told if of == num_tokens]
+    num_tokens, num_stood, num_fallen = glancer.told[-1]
     start = num_tokens - 1 - GLANCE  # the newest token has no KV yet
     ends = range(num_tokens - GLANCE // 2, num_tokens)
     alone = LLM(toy_pair.draft, max_model_len=256, numerics="exact")
     one = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
     drafted = token_ids(generate(alone, [{"prompt_token_ids": known[start:end]} for end in ends], one))
-    assert said == [known[end] == token for end, [[token]] in zip(ends, drafted, strict=True)]
+    stood = [known[end] == token for end, [[token]] in zip(ends, drafted, strict=True)]
+    assert (num_stood, num_fallen) == (stood.count(True), stood.count(False))
 
 
 @pytest.mark.parametrize("arguments", [{}, {"enable_prefix_caching": True}], ids=["", "prefix cache"])

@@ -124,6 +124,30 @@ def test_a_request_that_turns_is_followed_within_some_tens_of_drafts():
     assert model.expected(second) > 0.65
 
 
+def test_outcomes_that_contradict_all_before_leave_little_of_it_and_others_add_to_it():
+    model = AcceptanceModel()
+    steady, turned = RequestAcceptance(), RequestAcceptance()
+    for request in (steady, turned):
+        model.count(request, 14, 1)
+        model.count(request, 14, 1)
+    model.count(steady, 5, 3)
+    model.count(turned, 1, 7)
+    assert steady.num_seen > 12
+    assert turned.num_seen < 9
+    assert turned.num_accepted / turned.num_seen < 0.4 < 0.6 < steady.num_accepted / steady.num_seen
+
+
+def test_counts_and_proposals_with_as_many_outcomes_show_about_the_same():
+    """Of a draft the newest one has fallen; of counts nobody knows which."""
+    model, counted, proposed = AcceptanceModel(), RequestAcceptance(), RequestAcceptance()
+    for _ in range(20):
+        model.count(counted, 6, 4)
+        for num_accepted in (1, 2, 1, 2):
+            model.observe(proposed, num_accepted, 1)
+    assert counted.num_seen == pytest.approx(proposed.num_seen)
+    assert counted.num_accepted == pytest.approx(proposed.num_accepted, abs=0.6)
+
+
 def test_where_several_drafts_stand_the_next_one_is_likely_to():
     """Half of the texts are easy, half are hard: deep drafts are of easy ones, whatever the request."""
     rng = random.Random(9)

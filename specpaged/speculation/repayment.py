@@ -1,0 +1,42 @@
+"""Whether what drafts gain repays it to catch up with what the drafter has not run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from specpaged.speculation.controller import Candidate
+from specpaged.speculation.cost_model import CostModel
+from specpaged.speculation.selection import Selection
+
+_NEAR = 4  # tokens: catching up with so few is part of any proposal
+_WITHIN = 128  # tokens at most
+# Of the tokens that may still come, those that will, as long as nothing is known, and requests that say so; and how
+# many say what it is from then on.
+_WILL_COME, _SAY_SO = 0.5, (4, 64)
+
+
+class Repayment:
+    """Within the tokens that are still to come, as far as those who have ended say how many that will be."""
+
+    def __init__(self, costs: CostModel):
+        self.costs = costs
+        self._will_come, self._num_said = _WILL_COME, _SAY_SO[0]
+
+    def observe_end(self, num_tokens: int, most_tokens: int) -> None:
+        """A sequence has ended with so many tokens of output, of those that it might have had."""
+        self._num_said = min(self._num_said + 1, _SAY_SO[1])
+        self._will_come += (num_tokens / most_tokens - self._will_come) / self._num_said
+
+    def repaid(self, candidates: Sequence[Candidate], selection: Selection, plain_seconds: float) -> list[bool]:
+        """Of each, whether its tokens that are to come gain more by drafting than it takes to catch up before."""
+        counts = selection.counts
+        backlog = sum([c.lag - 1 for c, count in zip(candidates, counts, strict=True) if count and c.lag > _NEAR])
+        if not backlog:
+            return [True] * len(candidates)
+        gained = plain_seconds / len(candidates) - 1.0 / selection.tokens_per_second
+        draft, num_drafting = self.costs.draft, sum(map(bool, counts))
+        catching_up = draft.of_rows(num_drafting + backlog) - draft.of_rows(num_drafting)  # in the first pass
+        repaid = gained * backlog / catching_up if catching_up > 0 else math.inf  # tokens, for each that is to come
+        num_left = [_WITHIN if c.num_left is None else min(_WITHIN, self._will_come * c.num_left) for c in candidates]
+        return [c.lag <= max(_NEAR, repaid * num) for c, num in zip(candidates, num_left, strict=True)]
