@@ -26,7 +26,7 @@ _ADVANCE = 0.25  # of its share of a plain step, for a new request, of which not
 # Drafts must promise so much more tokens per second than plain decoding to begin, and less to go on, the less the
 # fewer have had an outcome: noise is not to switch them on and off, and who has stopped has to catch up first. As long
 # as what passes take is in doubt, more.
-_TO_BEGIN, _TO_GO_ON = 0.04, 0.015
+_TO_BEGIN, _TO_GO_ON = 0.05, 0.02
 _DOUBT_TO_BEGIN, _DOUBT_TO_GO_ON = 1 / 3, 1 / 6  # standard deviations
 _EARLY = 0.4  # divided by the square root of the number of outcomes
 _SOON = 4  # steps that a plan is good for, which is to find out what comes of some requests' drafts
