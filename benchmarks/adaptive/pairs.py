@@ -99,6 +99,25 @@ def make_pair(name: str, directory: Path, num_prompts: int) -> Pair:
     return Pair(name, made.target, {"model": made.draft}, prompts, **many)
 
 
+def make_turning(cost: float, directory: Path, turns_after: int, output_len: int, num_prompts: int) -> Pair:
+    """A pair of such a draft's cost, each output of which turns from drafts that stand with 0.9 to 0.2, and back.
+
+    BadParameter: there is no such draft.
+    """
+    if cost not in DRAFTS:
+        raise BadParameter(f"draft {cost}: {', '.join(map(str, DRAFTS))} are allowed")
+    made = synthetic_pair(
+        TARGET,
+        DRAFTS[cost],
+        directory=directory,
+        acceptance=(0.9, 0.2),
+        turns_after=turns_after,
+        dtype="float32",
+    )
+    prompts = _random_prompts(num_prompts, halves=True)
+    return Pair(f"turning, draft {cost}", made.target, {"model": made.draft}, prompts, output_len)
+
+
 def _random_prompts(count: int, halves: bool) -> list[list[int]]:
     """Of random tokens; with `halves`, the last one of every second prompt is of the vocabulary's second half."""
     rng = random.Random(0)
