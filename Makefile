@@ -58,8 +58,8 @@ bench: install
 bench-rollback: install
 	$(BIN)/python -m pytest benchmarks/test_rollback.py --benchmark-only --benchmark-quiet --durations 0 -q -s --out $(OUT)
 
-# A part of all that takes 40 minutes; make bench-adaptive PAIRS= is every pair, in hours. What is in OUT is not measured
-# again.
+# A part of all that takes 20 to 40 minutes for each number of threads; make bench-adaptive PAIRS= is every pair, in
+# hours. What is in OUT is not measured again.
 PAIRS ?= embedded;draft 0.05, 0;draft 0.4, 0;ngram
 bench-adaptive: install
 	for threads in 1 2; do \

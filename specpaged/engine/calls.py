@@ -31,12 +31,12 @@ class Calls:
         rounds (`asks`) or not; the costs are told, as its own time is spread over them.
         """
         in_one_call = all(map(may_be_in_one_call, sequences))
-        may_draft = in_one_call and not asks
+        are_one_call = in_one_call and not asks
         plain = self.most_rounds(len(sequences), False) if in_one_call else 1
-        drafting = self.most_rounds(len(sequences), True) if may_draft else 1
+        drafting = self.most_rounds(len(sequences), True) if are_one_call else 1
         if costs is not None:
             costs.plain_rounds, costs.drafting_rounds = plain, drafting
-            costs.proposals_per_round = self._own_proposals if may_draft and self.may_draft else 1.0
+            costs.proposals_per_round = self._own_proposals if are_one_call and self.may_draft else 1.0
         return plain, drafting
 
     def went_by(self, num_rounds: int, plan: Plan) -> None:

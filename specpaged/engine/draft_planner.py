@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
@@ -24,8 +23,6 @@ from specpaged.speculation.decisions import ALIKE
 from specpaged.speculation.lookup_choice import LookupChoice
 from specpaged.speculation.stop_rule import StopRule
 
-logger = logging.getLogger("specpaged")
-
 # Seconds that it takes to look at a proposal's outcome, to plan, and to say whom to look back at; what of the time may
 # go into each; and the steps from one to the next.
 _LOOKING = 8e-5, 0.003, 2, 12
@@ -34,7 +31,7 @@ _LOOKING_AGAIN = 6e-5, 0.0025, 1, 64
 # Steps at most, that a plan is followed for because to plan takes long; and as many again, if the one before was not.
 _SELDOM = 64
 _LOOKS_AGAIN = 32  # steps at least, while a plan without drafts stands, until it is asked whom to look back at
-_UNSETTLED = 3  # plans that are provisional, where a text has turned
+_SOON = 8  # steps that a plan is good for at most, where a text has turned
 
 
 class DraftPlanner:
@@ -56,7 +53,6 @@ class DraftPlanner:
         self._half: int | None = None  # whose plan it is, where batches go by halves
         self._others: dict[int, StandingPlan] = {}  # the other half's
         self.outcomes = Outcomes(controller)
-        self._num_unsettled = 0  # plans that are still to be provisional
         self._proposals: dict[Sequence, Draft] = {}  # of which nobody knows yet what came of them
         self._looked_next = 0  # the step whose drafts will be waited for, at the latest
         self.calls = Calls()
@@ -71,6 +67,12 @@ class DraftPlanner:
     def _models_draft(self) -> bool:
         """Whether drafts are such as turns are followed of: lookups' come for nothing, whatever the text."""
         return getattr(self.costs, "draft", None) is not None
+
+    @property
+    def _looks_back(self) -> bool:
+        """Whether somebody says whom to look back at, and the drafter can."""
+        looks_back = hasattr(self.controller, "look") and getattr(self.controller, "looks_back", True)
+        return looks_back and self._models_draft and not self.follows_target
 
     def turn_to(self, half: int | None) -> None:
         """Plans are those of one half of a batch from now on, of which the last one holds as ever; None: of all of it.
@@ -171,18 +173,19 @@ class DraftPlanner:
             plan = Plan([0] * len(sequences))
         if self.followers is not None and not plan.lookups:  # whose finds those would lose, too
             self.followers.planned(sequences, plan.num_draft_tokens, age - self._standing.since)
-        if self._num_unsettled and not plan.is_trial:
-            self._num_unsettled -= 1
-            plan.is_provisional = True
+        if (num_unsettled := self._standing.num_unsettled) and not plan.is_trial:
+            plan = replace(plan, is_provisional=True, num_steps=min(_SOON, plan.num_steps))
         good_for = plan.num_steps
         if not (plan.is_trial or plan.is_provisional) and self.clock.num_steps > OFTEN:
             rounds = drafting_rounds if any(plan.num_draft_tokens) else plain_rounds
             seldom = min(_SELDOM, rounds * self.clock.every(self._planning))
             too_early = max(0, self._standing.num_left)  # steps: somebody has come
             good_for = max(good_for, seldom + min(seldom, too_early))
-        is_left = not (plan.is_trial or plan.lookups)
+        of_model = not (plan.is_trial or plan.lookups)
+        is_left = of_model and not num_unsettled
         self._standing = StandingPlan(list(sequences), plan, 0, good_for, arrival if is_left else None)
-        if is_left and not self._standing.drafts and self._models_draft and not self.follows_target:
+        self._standing.num_unsettled = max(0, num_unsettled - (not plan.is_trial))
+        if of_model and not self._standing.drafts and self._looks_back:
             self._standing.looks_every = max(_LOOKS_AGAIN, plain_rounds * self.clock.every(self._looking_again))
         return plan
 
@@ -248,22 +251,24 @@ class DraftPlanner:
         """What would have been drafted in place of the sequence's last tokens of output, up to the newest one."""
         came = sequence.token_ids[sequence.num_tokens - len(proposed) :]
         num_stood = sum(map(eq, proposed, came))
-        if self.outcomes.count(sequence, num_stood, len(proposed) - num_stood, is_told=False):
-            self._end_plan()
+        if self.outcomes.looked_back(sequence, num_stood, len(proposed) - num_stood):
+            self._standing_of(sequence).ends_with_turn()
 
     def fared(self, sequence: Sequence, num_drafts: SequenceOf[int], num_accepted: SequenceOf[int]) -> None:
         """So many drafts were verified in each of some rounds, and so many stood; where a text turns, plans are over.
 
         Of lookups' drafts, beside a model's or without one, nothing is planned by that.
         """
-        if self._standing.plan.lookups or not self._models_draft:
-            return
-        if self.outcomes.count(sequence, sum(num_accepted), sum(map(gt, num_drafts, num_accepted)), is_told=True):
-            self._end_plan()
+        standing = self._standing_of(sequence)
+        if self._models_draft and not standing.plan.lookups:
+            num_rejected = sum(map(gt, num_drafts, num_accepted))
+            if self.outcomes.verified(sequence, sum(num_accepted), num_rejected):
+                standing.ends_with_turn()
 
-    def _end_plan(self) -> None:
-        """A text has turned: the next plans are to find out how."""
-        self._standing.good_for, self._num_unsettled = self._standing.age, _UNSETTLED
+    def _standing_of(self, sequence: Sequence) -> StandingPlan:
+        """The plan that is for the sequence: where batches go by halves, it may be the other one's."""
+        others = (other for other in self._others.values() if sequence in other.sequences)
+        return next(others, self._standing) if self._others else self._standing
 
     def committed(self, sequence: Sequence, token_ids: SequenceOf[int]) -> None:
         """These tokens stand behind what was proposed: the outcome of as many drafts, verified or not."""
@@ -293,8 +298,3 @@ class DraftPlanner:
             self.followers.forget(sequence)
         self._proposals.pop(sequence, None)
         self.outcomes.forget(sequence)
-
-
-def admits(planner: DraftPlanner | None) -> bool:
-    """Whether a new sequence is to draft at all."""
-    return planner is None or planner.followers is None or planner.followers.admits()

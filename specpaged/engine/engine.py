@@ -12,7 +12,8 @@ import torch
 
 from specpaged.config import EngineConfig
 from specpaged.drafting.base import Drafter
-from specpaged.engine.draft_planner import DraftPlanner, admits
+from specpaged.engine.draft_planner import DraftPlanner
+from specpaged.engine.followers import admits
 from specpaged.engine.kv_layout import KVLayout
 from specpaged.engine.recovery import Recovery, score_and_verify
 from specpaged.engine.request import Request, validate_request
@@ -56,8 +57,7 @@ class Engine:
         self.target = target
         self.draft = draft
         self._runners = [target] if draft is None else [target, draft]
-        self.kv_layout = kv_layout
-        self.num_pools = len(self._runners)
+        self.kv_layout, self.num_pools = kv_layout, len(self._runners)
         speculative = config.speculative_config if drafter is not None else None
         self.max_draft_tokens = speculative.max_draft_tokens if speculative else 0
         if (num_slots := target.kv_cache.num_slots) < config.max_model_len:

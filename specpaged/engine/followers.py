@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
+from typing import TYPE_CHECKING
 
 from specpaged.engine.sequence import Sequence
+
+if TYPE_CHECKING:
+    from specpaged.engine.draft_planner import DraftPlanner
 
 _IDLE = 48  # steps without a draft planned, behind which a sequence is followed no more
 _FRUITLESS, _ONE_OF = 2, 12  # sequences in a row that had none at all; from then on one of so many is followed
@@ -54,3 +58,8 @@ class Followers:
     def num_followed(self) -> int:
         """Sequences that are remembered."""
         return len(self._idle)
+
+
+def admits(planner: DraftPlanner | None) -> bool:
+    """Whether a new sequence is to draft at all."""
+    return planner is None or planner.followers is None or planner.followers.admits()

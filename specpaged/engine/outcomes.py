@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
+from functools import partial
 
 from specpaged.drafting.draft import Draft, Evidence
 from specpaged.engine.sequence import Sequence
@@ -28,14 +29,27 @@ class Outcomes:
         """These tokens stand where this was drafted."""
         self._known.append((sequence, draft, token_ids))
 
-    def count(self, sequence: Sequence, num_accepted: int, num_rejected: int, is_told: bool) -> bool:
-        """So many drafts stood and so many fell; whether its text has turned by that, of which the controller hears at
-        once. Else it does now and then anyway (`is_told`), or is told here alone.
+    def verified(self, sequence: Sequence, num_accepted: int, num_rejected: int) -> bool:
+        """So many drafts stood and so many fell; whether its text has turned by that.
+
+        Of a turn the controller hears at once; what else is known of the sequence, and waits, is of the text before, or
+        told with it. Without one it hears of such drafts now and then anyway.
         """
         turned = self._turns.add(sequence, num_accepted, num_rejected)
-        if turned is not None or not is_told:
-            ask(self.controller.observe_outcomes, sequence, *(turned or (num_accepted, num_rejected)))
-        return turned is not None
+        if turned is None:
+            return False
+        self._known = [known for known in self._known if known[0] is not sequence]
+        self._observe(sequence, *turned)
+        return True
+
+    def looked_back(self, sequence: Sequence, num_stood: int, num_fallen: int) -> bool:
+        """So many drafts would have stood, and so many not; whether its text has turned by that. It is told here."""
+        self._observe(sequence, num_stood, num_fallen)
+        return self._turns.add(sequence, num_stood, num_fallen) is not None
+
+    def _observe(self, sequence: Sequence, num_accepted: int, num_rejected: int) -> None:
+        as_drafts = partial(Controller.observe_outcomes, self.controller)
+        ask(getattr(self.controller, "observe_outcomes", as_drafts), sequence, num_accepted, num_rejected)
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence has ended, or given up its KV."""

@@ -12,6 +12,7 @@ from specpaged.engine.sequence import Sequence
 from specpaged.speculation.controller import Plan
 from specpaged.speculation.lookup_choice import LookupChoice
 
+_UNSETTLED = 3  # plans that are provisional, where a text has turned
 _MOST_HEIRS = 3  # that follow, one after another, what was planned for another one
 
 
@@ -48,6 +49,7 @@ class StandingPlan:
     left: Plan | None = None
     looks_every: float = math.inf  # steps, from one time to the next that it is asked whom to look back at
     looked: int = 0  # its age when that was asked
+    num_unsettled: int = 0  # plans behind it that are to be provisional, as a text has turned
 
     def __post_init__(self) -> None:
         self.again = replace(self.plan, looks_back=(), glances=())
@@ -79,7 +81,11 @@ class StandingPlan:
             if not (others and self._goes_on_with(others)):
                 if self.arrival is not None and self.num_heirs < _MOST_HEIRS:
                     self.left = self.again
-                self.sequences, self.plan, self.again = [], Plan([]), Plan([])
+                self.sequences, self.plan, self.again, self.num_unsettled = [], Plan([]), Plan([]), 0
+
+    def ends_with_turn(self) -> None:
+        """A text of its sequences has turned: the next plans are to find out how."""
+        self.good_for, self.num_unsettled = self.age, _UNSETTLED
 
     def is_left_to(self, sequence: Sequence, arrival: Arrival) -> bool:
         """Whether who has come so, alone, is to follow what it followed who is gone; from now on it is one for it."""

@@ -164,18 +164,22 @@ class AcceptanceModel:
                 x = math.nan if evidence is None else evidence[j]
                 if x == x:
                     self._learn(x, j, lead, j < num_accepted, value)
-        self.count(request, num_accepted, num_rejected)
+        self._add(request, num_accepted, num_rejected)
 
     def count(self, request: RequestAcceptance, num_accepted: int, num_rejected: int) -> None:
         """So many of a request's drafts stood, and so many fell, wherever in proposals they were.
 
         Where that is far from what the request has shown so far, its text has turned: that counts for little then.
         """
-        num_drafts, lead, mean = num_accepted + num_rejected, request.lead, self.mean
+        num_drafts, mean = num_accepted + num_rejected, self.mean
         own = (request.num_accepted + _PRIOR_DRAFTS * mean) / (request.num_seen + _PRIOR_DRAFTS)
         if contradicts(num_accepted, num_drafts, own):
             request.num_seen *= _LEFT
             request.num_accepted *= _LEFT
+        self._add(request, num_accepted, num_rejected)
+
+    def _add(self, request: RequestAcceptance, num_accepted: int, num_rejected: int) -> None:
+        num_drafts, lead = num_accepted + num_rejected, request.lead
         self.num_outcomes += num_drafts
         error = num_accepted - num_drafts * sigmoid(self._mean_logit + self.share * lead)
         keeps, ones = _decay(num_drafts)

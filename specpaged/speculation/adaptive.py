@@ -32,6 +32,7 @@ _EARLY = 0.4  # divided by the square root of the number of outcomes
 _SOON = 4  # steps that a plan is good for, which is to find out what comes of some requests' drafts
 _TOLD_APART = 0.6  # in logits: of less spread, evidence says too little to stop a proposal by
 _LEAST_TRIAL = 0.05  # of a plain step, what one of a trial costs: were they free, nobody would look any more
+_NEW = RequestAcceptance()  # of whom nothing is known, if nobody asks to remember it
 _BEYOND = 0.8  # of what a row costs to a rule: what those beyond the planned ones do, where that is more
 
 
@@ -110,8 +111,7 @@ class AdaptiveController(MeasuringController):
         if tried is not None:
             return Plan(tried, num_steps=TRIAL_STEPS, is_trial=True, tries_rows=not self._is_drafting)
         self.selecting.is_ruled = stop_rule is not None and len(candidates) == 1
-        looks, glances = self._look(candidates, deepest)
-        num_steps = self.length.of(deepest)
+        (looks, glances), num_steps = self._look(candidates, deepest), self.length.of(deepest)
         drafting = [self._requests[c.sequence] for c, count in zip(candidates, deepest, strict=True) if count]
         if tries := self.acceptance.tries(drafting, len(candidates)):
             num_steps = min(_SOON, num_steps)
@@ -171,16 +171,14 @@ class AdaptiveController(MeasuringController):
 
     def request(self, sequence: Hashable) -> RequestAcceptance:
         """What drafts of the sequence have shown."""
-        request = self._requests.get(sequence)
-        if request is None:
-            request = self._requests[sequence] = RequestAcceptance()
-        return request
+        if sequence not in self._requests:
+            self._requests[sequence] = RequestAcceptance()
+        return self._requests[sequence]
 
     def _look(self, candidates: Sequence[Candidate], counts: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
         """Whom of these to look back at, and of those whom to glance at, where others have so many drafts."""
-        if not self.looks_back:
-            return (), ()
-        return self.looks.choose(candidates, counts, [self.request(c.sequence).num_seen for c in candidates])
+        num_seen = [self._requests.get(c.sequence, _NEW).num_seen for c in candidates]
+        return self.looks.choose(candidates, counts, num_seen) if self.looks_back else ((), ())
 
     def _decided(self, candidates: Sequence[Candidate], logits: Sequence[float]) -> Decision:
         """Who is alone, and like one before, goes by what was decided then, if it is repaid to catch up for that."""

@@ -69,10 +69,6 @@ class CombinedController(MeasuringController):
         return plan
 
     @override
-    def look(self, candidates: Sequence[Candidate], num_steps: int) -> tuple[Sequence[int], Sequence[int]]:
-        return ((), ()) if self.model is None else self.model.look(candidates, num_steps)
-
-    @override
     def selects(self) -> bool:
         return self.model is not None and self.model.selects()
 

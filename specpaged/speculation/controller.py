@@ -88,8 +88,11 @@ class Controller(Protocol):
         ...
 
     def observe_outcomes(self, sequence: Hashable, num_accepted: int, num_rejected: int) -> None:
-        """So many drafts of a sequence stood, or would have, and so many fell, of one proposal or of several."""
-        ...
+        """So many drafts of a sequence stood, or would have, and so many fell, of one proposal or of several: what it
+        has looked back at, or drafted since its text has turned. Who does not say how hears of as many single drafts.
+        """
+        for stood in [1] * num_accepted + [0] * num_rejected:
+            self.observe_drafts(sequence, stood, 1 - stood)
 
     def observe_lookup(
         self, lookup: int, sequence: Hashable, num_accepted: int, num_rejected: int, evidence: Sequence[float]

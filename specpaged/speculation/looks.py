@@ -13,7 +13,10 @@ _MOST_SAVED = 4.0  # plain steps, that may be spent on looking at once
 _DEBT = 4.0  # times the most credit, that one look may take of who has it, or has never looked
 _IN_VAIN, _WEARY = 12, 0.6  # looks since anybody has drafted, from which on so much of their share goes into others
 _FAR_BEHIND = 2 * GLANCE + 1  # tokens: who is, is rather glanced at
-_KNOWN = 4.0  # outcomes of a request, which make a look at another of twice the lag as welcome
+# Outcomes of a request, which make a look at another that takes twice as many tokens as welcome; more than so many make
+# no difference: then it is whose last glance is the longest ago.
+_KNOWN, _WELL_KNOWN = 4.0, 8.0
+_NEVER = -GLANCE, -1  # the last glance of who was not glanced at
 
 
 class Looks:
@@ -26,7 +29,8 @@ class Looks:
         self.share = 0.0  # of the time, that goes into looking
         self._earned_since = 0  # steps of the plan that stands, whose share is earned
         self._num_looks = self._num_in_vain = 0
-        self._glanced: dict[Hashable, int] = {}  # tokens that each had by its last glance
+        # Of each that was glanced at: the tokens that it had then, and how many looks there had been.
+        self._glanced: dict[Hashable, tuple[int, int]] = {}
 
     def earn(self, num_steps: int, plain_seconds: float, since_plan: bool = False) -> None:
         """Its share of so many steps more, which would take so long plainly, up to what may be saved: what nobody
@@ -37,7 +41,7 @@ class Looks:
         if since_plan:
             self._earned_since += num_steps
         else:
-            num_steps, self._earned_since = num_steps - self._earned_since, 0
+            num_steps, self._earned_since = max(0, num_steps - self._earned_since), 0
         self.most = _MOST_SAVED * plain_seconds
         self.advance(self.share * num_steps * plain_seconds * (_WEARY if self._num_in_vain >= _IN_VAIN else 1.0))
 
@@ -61,7 +65,11 @@ class Looks:
         if not is_alone:
             self._num_in_vain = 0
         idle = [
-            (self._price(candidate) * (1.0 + num_outcomes[i] / _KNOWN), self._glanced.get(candidate.sequence, 0), i)
+            (
+                self._price(candidate) * (1.0 + min(num_outcomes[i], _WELL_KNOWN) / _KNOWN),
+                self._glanced.get(candidate.sequence, _NEVER)[1],
+                i,
+            )
             for i, (candidate, count) in enumerate(zip(candidates, counts, strict=True))
             if not count and candidate.most and candidate.num_unseen > (SHORTEST if is_alone else 0)
         ]
@@ -84,7 +92,7 @@ class Looks:
                 if seconds > self.credit or not self._is_worth_a_glance(candidate):
                     continue
                 glances.append(i)
-                self._glanced[candidate.sequence] = candidate.context_len
+                self._glanced[candidate.sequence] = candidate.context_len, self._num_looks + len(looks)
             elif seconds > self.credit:
                 may_owe = not looks and (self.credit >= self.most or not self._num_looks)
                 if not (may_owe and seconds <= _DEBT * self.most):
@@ -103,8 +111,8 @@ class Looks:
 
     def _is_worth_a_glance(self, candidate: Candidate) -> bool:
         """Whether as many tokens have come as one tells of, since the last one."""
-        last = self._glanced.get(candidate.sequence)
-        return last is None or candidate.context_len >= last + GLANCE // 2
+        num_tokens, _ = self._glanced.get(candidate.sequence, _NEVER)
+        return candidate.context_len >= num_tokens + GLANCE // 2
 
     def forget(self, sequence: Hashable) -> None:
         """The sequence has ended."""

@@ -8,9 +8,9 @@ from specpaged.speculation.acceptance import AcceptanceModel
 from specpaged.speculation.cost_model import CostModel
 
 # Of the time, what goes into looking whether sequences that do not draft should, beside what is in advance: all of it
-# where drafts that are next to certain would make decoding so many times as fast, or more; else as much less as they
-# would gain less.
-LOOKING, _FULL_GAIN = 0.01, 3.0
+# where drafts that are next to certain would make decoding so many times as fast, or more; else less, by this power of
+# what they would gain: where that is little, passes of the drafter are dear, and as much time tells of fewer drafts.
+LOOKING, _FULL_GAIN, _POWER = 0.01, 3.0, 1.5
 _HOPELESS = 0.25  # of that, where not even drafts such as those of the best requests so far would pay
 _CERTAIN = 4.0  # the logit of drafts that nothing is to be hoped beyond
 _MEMORY = 256  # plans that what could be gained is asked for once, and as many as there were so far
@@ -56,6 +56,6 @@ class Prospects:
         certain = self.gain(num_seqs, _CERTAIN, most) if most else 0.0
         if not certain:
             return 0.0
-        share = LOOKING * min(1.0, (certain - 1.0) / (_FULL_GAIN - 1.0))
+        share = LOOKING * min(1.0, (certain - 1.0) / (_FULL_GAIN - 1.0)) ** _POWER
         is_hopeful = self.gain(num_seqs, round(self.acceptance.hopeful_logit, 1), most) > 0.0
         return share if is_hopeful else _HOPELESS * share

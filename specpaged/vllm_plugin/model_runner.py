@@ -15,7 +15,7 @@ from vllm.logger import init_logger
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, DraftTokenIds, ModelRunnerOutput
 
 from specpaged.drafting.base import DraftOutput
-from specpaged.engine.draft_planner import admits
+from specpaged.engine.followers import admits
 from specpaged.engine.sequence import Sequence
 from specpaged.engine.step import ScoredStep, SpeculativeStep
 from specpaged.metrics import EngineMetrics

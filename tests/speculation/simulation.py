@@ -175,9 +175,9 @@ class Simulation:
             with_looks, lambda s: self.controller.observe_proposal([PassShape(n, n) for n in rows], s, self.num_seqs, 0)
         )
         for i in plan.looks_back:
-            for _ in range(GLANCE // 2 if i in plan.glances else self.lag[i] - 1):
-                stood = self.rng.random() < self.acceptance(i, self.num_tokens[i])
-                self.controller.observe_drafts(i, stood, not stood)
+            num_looked = GLANCE // 2 if i in plan.glances else self.lag[i] - 1
+            num_stood = sum(self.rng.random() < self.acceptance(i, self.num_tokens[i]) for _ in range(num_looked))
+            self.controller.observe_outcomes(i, num_stood, num_looked - num_stood)
 
     def draft_seconds(self, num_rows: int) -> float:
         return self.truth.draft.of(PassShape(num_rows, num_rows))

@@ -167,10 +167,9 @@ def test_where_no_requests_drafts_would_pay_hardly_anybody_looks():
     """Where some would, as far as outcomes show, others are looked at; less often, when that has led to nothing."""
     shares = []
     for acceptances in ((0.2, 0.2), (0.9, 0.2)):
-        simulation = simulate(0.05, lambda i, n, of=acceptances: of[i % 2], 16)
+        simulation = simulate(0.05, lambda i, n, of=acceptances: of[i % 2], 12)
         simulation.tokens_per_second(4 * STEPS)
         shares.append(simulation.looking / simulation.seconds)
-    print(shares)
     assert shares[0] < 0.0006 < 0.0012 < shares[1] <= 0.6 * LOOKING
 
 
