@@ -44,14 +44,14 @@ def main(
     import torch
 
     from benchmarks.adaptive.cell import Engines, ways_of
-    from benchmarks.adaptive.pairs import Pair, make_turning
+    from benchmarks.adaptive.pairs import make_turning
     from benchmarks.environment import environment
 
     torch.set_num_threads(1)
     results: dict[str, Any] = environment(1) | {"turns_after": turns_after, "part": PART, "cells": {}}
     for draft in map(float, drafts.split(",")):
         with tempfile.TemporaryDirectory() as directory:
-            pair: Pair = make_turning(draft, Path(directory), turns_after, MOST_OUTPUT, 4 * rounds)
+            pair = make_turning(draft, Path(directory), turns_after, MOST_OUTPUT, 4 * rounds)
             engines = Engines(pair, ways_of([int(k) for k in ks.split(",")], []))
             for batch_size in map(int, batch_sizes.split(",")):
                 name = f"draft {draft}; {batch_size}"

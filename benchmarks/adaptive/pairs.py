@@ -12,7 +12,7 @@ from typer import BadParameter
 
 from benchmarks.contenders import sample_prompts
 from specpaged.config import EMBEDDED_DRAFT, EMBEDDED_TARGET
-from specpaged.testing import synthetic_pair
+from specpaged.testing import SyntheticPair, synthetic_pair
 
 VOCAB_SIZE = 1024
 PROMPT_LEN = 48
@@ -66,6 +66,7 @@ NAMES += ["ngram, twice", "suffix, repetitive", "suffix, twice"]
 # Of every second request the drafts stand with 0.9, of the others with 0.2; or of each in turn.
 NAMES += [f"{kind}, draft {cost}" for kind in ("mixed", "turning") for cost in DRAFTS]
 TURNS_AFTER = 64  # tokens
+KINDS = 0.9, 0.2  # how often drafts stand, of the vocabulary's first and second half
 
 
 def named(parts: str) -> list[str]:
@@ -85,14 +86,9 @@ def make_pair(name: str, directory: Path, num_prompts: int) -> Pair:
         return Pair(name, EMBEDDED_TARGET, {"model": EMBEDDED_DRAFT}, sample_prompts(num_prompts))
     kind, _, rest = name.rpartition("draft ")
     cost, _, acceptance = rest.partition(", ")
-    made = synthetic_pair(
-        TARGET,
-        DRAFTS[float(cost)],
-        directory=directory / name.replace(" ", "-"),
-        acceptance=(0.9, 0.2) if kind else float(acceptance),
-        turns_after=TURNS_AFTER if kind.startswith("turning") else None,
-        dtype="float32",
-    )
+    directory = directory / name.replace(" ", "-")
+    turns_after = TURNS_AFTER if kind.startswith("turning") else None
+    made = _synthetic(float(cost), directory, KINDS if kind else float(acceptance), turns_after)
     prompts = _random_prompts(num_prompts, halves=bool(kind))
     # Where requests differ, those whose drafts stand end long before the others.
     many = {"output_len": 2 * TURNS_AFTER, "prompts_per_seq": 4} if kind else {}
@@ -106,16 +102,18 @@ def make_turning(cost: float, directory: Path, turns_after: int, output_len: int
     """
     if cost not in DRAFTS:
         raise BadParameter(f"draft {cost}: {', '.join(map(str, DRAFTS))} are allowed")
-    made = synthetic_pair(
-        TARGET,
-        DRAFTS[cost],
-        directory=directory,
-        acceptance=(0.9, 0.2),
-        turns_after=turns_after,
-        dtype="float32",
-    )
+    made = _synthetic(cost, directory, KINDS, turns_after)
     prompts = _random_prompts(num_prompts, halves=True)
     return Pair(f"turning, draft {cost}", made.target, {"model": made.draft}, prompts, output_len)
+
+
+def _synthetic(
+    cost: float, directory: Path, acceptance: float | tuple[float, ...], turns_after: int | None = None
+) -> SyntheticPair:
+    draft = DRAFTS[cost]
+    return synthetic_pair(
+        TARGET, draft, directory=directory, acceptance=acceptance, turns_after=turns_after, dtype="float32"
+    )
 
 
 def _random_prompts(count: int, halves: bool) -> list[list[int]]:

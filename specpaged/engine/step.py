@@ -281,7 +281,8 @@ class SpeculativeStep:
             sequence.metrics.record_draft(k, num_accepted)
         if self.planner is not None:
             self.planner.committed(sequence, token_ids)
-            self.planner.fared(sequence, (k,), (num_accepted if k else 0,))
+            if k:
+                self.planner.fared(sequence, (k,), (num_accepted,))
         num_emitted = sequence.emit(token_ids, logprobs)
         self.metrics.emitted_tokens += num_emitted
         return min(num_accepted, num_emitted)

@@ -246,7 +246,8 @@ def test_rows_that_are_tried_are_nobodys_drafts(toy_pair):
     told, fared = [], planner.fared
     planner.fared = lambda sequence, *counts: told.append(counts) or fared(sequence, *counts)
     planner.controller = Planned()
-    planner.controller.plan = lambda candidates, num_steps: Plan([3], is_trial=True, tries_rows=True, num_steps=4)
-    generate(llm, toys.prompts(1), SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
-    assert told
-    assert all(counts == ((0,), (0,)) for counts in told)
+    for tries_rows in (True, False):
+        plan = Plan([3], num_steps=4, is_trial=tries_rows, tries_rows=tries_rows)
+        planner.controller.plan = lambda candidates, num_steps, plan=plan: plan
+        generate(llm, toys.prompts(1), SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
+        assert bool(told) != tries_rows

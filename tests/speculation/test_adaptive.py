@@ -110,6 +110,44 @@ def test_who_is_too_far_behind_is_glanced_at_once_for_each_half_of_a_glance():
     assert looks.choose([candidate(1000)], [0], [0]) == ([0], [0])
 
 
+def test_of_those_of_whom_as_much_is_known_the_one_whose_glance_is_the_longest_ago_is_glanced_at():
+    """Each glance takes all the credit there is; texts are of different lengths."""
+    looks = Looks(costs(0.15))
+    candidates = [Candidate(i, 8, 1000, 999, 5000 - 1000 * i, may_glance=True) for i in range(3)]
+    of_glance = looks.costs.proposal(1) / 2 + looks.costs.draft.of_rows(GLANCE)
+    looks.credit = 0.0
+    glanced = []
+    for _ in range(6):
+        earn(looks, 1.01 * of_glance, most=1.5 * of_glance)
+        glanced += looks.choose(candidates, [0] * 3, [10.0, 14.0, 12.0])[1]
+        for candidate in candidates:
+            candidate.context_len += GLANCE
+        looks.credit = 0.0
+        looks._num_in_vain = 0
+    assert glanced == [0, 1, 2] * 2
+
+
+def test_the_share_of_steps_between_plans_is_earned_once():
+    looks = Looks(costs(0.15))
+    looks.share, looks.credit = 0.01, 0.0
+    looks.earn(30, 1e-3, since_plan=True)
+    looks.earn(20, 1e-3, since_plan=True)
+    assert looks.credit == pytest.approx(0.5e-3)
+    looks.earn(64, 1e-3)  # since the plan was made
+    assert looks.credit == pytest.approx(0.64e-3)
+    looks.earn(10, 1e-3)
+    assert looks.credit == pytest.approx(0.74e-3)
+
+
+@pytest.mark.parametrize(("drafts", "num_seqs"), [((0.15, 0.25, 0.4), (1, 1, 1)), ((0.05, 0.05, 0.05), (1, 8, 16))])
+def test_the_less_certain_drafts_would_gain_the_less_time_goes_into_looking(drafts, num_seqs):
+    shares = [
+        AdaptiveController(costs(draft)).prospects.share_of_looking(n, 8)
+        for draft, n in zip(drafts, num_seqs, strict=True)
+    ]
+    assert LOOKING >= shares[0] > shares[1] > shares[2] > 0.0
+
+
 def test_noise_switches_nothing_on_and_off():
     """Of a batch in which drafts do not pay, at no time does a slow pass make them seem to."""
     simulation = simulate(0.4, lambda i, n: 0.3, 8, noise=noisy)
