@@ -167,7 +167,7 @@ def test_an_engine_follows_each_turn_of_a_text_within_64_tokens(turning_pair):
                 num_drafts[stands, num_since >= 64] += (metrics.draft_tokens - before[2]) / len(emitted)
     drafts_per_round = {kind: num_drafts[kind] / num_rounds[kind] for kind in kinds}
     assert min(num_rounds.values()) > 100
-    assert drafts_per_round[True, True] > 4.0, drafts_per_round
+    assert drafts_per_round[True, True] > 6.0, drafts_per_round  # 4.6 where no plan ends with a turn
     # Up to ten rows take as long as one: a draft that seldom stands pays.
     assert drafts_per_round[False, True] < 1.5, drafts_per_round
 
