@@ -130,9 +130,8 @@ class Job:
             raise ValueError(
                 f"--model={model!r} has no tokenizer; allowed: a checkpoint with one, to read text prompts"
             )
-        token_ids, num_clipped = clip(
-            [llm.tokenizer.encode(record.text) for record in records], min(max_prompt_tokens or room, room)
-        )
+        whole = [llm.tokenizer.encode(record.text, verbose=False) for record in records]
+        token_ids, num_clipped = clip(whole, min(max_prompt_tokens or room, room))
         return cls(llm, records, token_ids, params, num_clipped, lacks_draft=speculative is None)
 
     @property

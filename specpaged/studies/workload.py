@@ -194,7 +194,7 @@ class Options:
         room = llm.config.max_model_len - self.max_tokens
         if room < 1:
             raise ValueError(f"--max-tokens={self.max_tokens} must be below max_model_len={llm.config.max_model_len}")
-        prompts, _ = clip([llm.tokenizer.encode(text) for text in texts], room)
+        prompts, _ = clip([llm.tokenizer.encode(text, verbose=False) for text in texts], room)
         max_model_len = max(max(map(len, prompts)) + self.max_tokens, self.num_speculative_tokens + 2)
         models = [llm.engine.target.model, llm.engine.draft.model]
         for method in self.methods:

@@ -73,7 +73,8 @@ def tokenize(data: Data, tokenizer: PreTrainedTokenizerBase, target: str, sequen
         prompts = [ids[: sequence_length // 2] for ids in _encoded(data.questions, tokenizer, target)]
         prompts = [ids for ids in prompts if len(ids) >= MIN_PROMPT_TOKENS]
     else:
-        prompts = list(_stretches(tokenizer.encode(data.text, add_special_tokens=False), sequence_length // 4))
+        token_ids = tokenizer.encode(data.text, add_special_tokens=False, verbose=False)
+        prompts = list(_stretches(token_ids, sequence_length // 4))
     if len(prompts) < MIN_PROMPTS:
         raise ValueError(
             f"--data={data.path!r} makes {len(prompts)} prompts of at least {MIN_PROMPT_TOKENS} tokens at "
@@ -92,7 +93,7 @@ def _encoded(questions: tuple[str, ...], tokenizer: PreTrainedTokenizerBase, tar
         for text in questions:
             yield renderer.render([{"role": "user", "content": text}])[1]
     else:
-        yield from map(tokenizer.encode, questions)
+        yield from (tokenizer.encode(text, verbose=False) for text in questions)
 
 
 def _stretches(token_ids: list[int], length: int) -> Iterator[list[int]]:
