@@ -65,9 +65,9 @@ def read_data(path: str) -> Data:
 def tokenize(data: Data, tokenizer: PreTrainedTokenizerBase, target: str, sequence_length: int) -> Prompts:
     """At most half of `sequence_length` tokens each; one in HELD_OUT_SHARE is held out.
 
-    Questions go through the tokenizer's chat template, if it has one, and those held out are spread evenly. A text is
-    cut into stretches of a quarter of `sequence_length`, and those held out are its end. ValueError where there are
-    fewer than MIN_PROMPTS.
+    Questions go through the tokenizer's chat template, if it has one. A text is cut into stretches of a quarter of
+    `sequence_length`. Those held out are spread evenly, as a text's end may be like nothing else in it. ValueError
+    where there are fewer than MIN_PROMPTS.
     """
     if data.text is None:
         prompts = [ids[: sequence_length // 2] for ids in _encoded(data.questions, tokenizer, target)]
@@ -81,8 +81,6 @@ def tokenize(data: Data, tokenizer: PreTrainedTokenizerBase, target: str, sequen
             f"--sequence-length={sequence_length}; allowed: {MIN_PROMPTS} or more"
         )
     num_held_out = min(MAX_HELD_OUT, max(2, len(prompts) // HELD_OUT_SHARE))
-    if data.text is not None:
-        return Prompts(prompts[:-num_held_out], prompts[-num_held_out:])
     held_out = {(2 * i + 1) * len(prompts) // (2 * num_held_out) for i in range(num_held_out)}
     return Prompts([ids for i, ids in enumerate(prompts) if i not in held_out], [prompts[i] for i in sorted(held_out)])
 

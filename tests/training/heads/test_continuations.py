@@ -61,7 +61,7 @@ def test_text_ends_before_the_second_copy_of_what_it_repeats():
     assert before_repetition([1, 2, 3]) == [1, 2, 3]
 
 
-def test_questions_are_held_out_evenly_and_a_text_at_its_end(tmp_path):
+def test_questions_and_stretches_of_a_text_are_held_out_evenly(tmp_path):
     tokenizer = byte_tokenizer()
     questions = tmp_path / "questions"
     questions.write_text("".join(json.dumps({"turns": [f"question {i} of many"]}) + "\n" for i in range(32)))
@@ -72,9 +72,12 @@ def test_questions_are_held_out_evenly_and_a_text_at_its_end(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 40)
     prompts = tokenize(read_data(str(text)), tokenizer, "toy", 64)
-    assert {len(ids) for ids in [*prompts.train, *prompts.held_out]} == {16}
     whole = tokenizer.encode(text.read_text())
-    assert [i for ids in [*prompts.train, *prompts.held_out] for i in ids] == whole[: len(whole) // 16 * 16]
+    stretches = [whole[i : i + 16] for i in range(0, len(whole) - 15, 16)]
+    num_held_out = len(stretches) // 8
+    held_out = [(2 * i + 1) * len(stretches) // (2 * num_held_out) for i in range(num_held_out)]
+    assert prompts.held_out == [stretches[i] for i in held_out]
+    assert prompts.train == [ids for i, ids in enumerate(stretches) if i not in held_out]
 
 
 @pytest.mark.parametrize(
