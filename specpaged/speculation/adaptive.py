@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from typing_extensions import override
 
@@ -18,9 +19,9 @@ from specpaged.speculation.prospects import LOOKING, Prospects
 from specpaged.speculation.repayment import Repayment
 from specpaged.speculation.selecting import Selecting
 from specpaged.speculation.selection import Selection, select
-from specpaged.speculation.step_times import TimesOfSteps
+from specpaged.speculation.step_times import StepTimes, TimesOfSteps
 from specpaged.speculation.stop_rule import StopRule
-from specpaged.speculation.trials import TRIAL_STEPS, Trials
+from specpaged.speculation.trials import TRIAL_STEPS, Trials, hopeful, price_of_rows
 
 _ADVANCE = 0.25  # of its share of a plain step, for a new request, of which nothing is known yet
 # Drafts must promise so much more tokens per second than plain decoding to begin, and less to go on, the less the
@@ -31,7 +32,6 @@ _DOUBT_TO_BEGIN, _DOUBT_TO_GO_ON = 1 / 3, 1 / 6  # standard deviations
 _EARLY = 0.4  # divided by the square root of the number of outcomes
 _SOON = 4  # steps that a plan is good for, which is to find out what comes of some requests' drafts
 _TOLD_APART = 0.6  # in logits: of less spread, evidence says too little to stop a proposal by
-_LEAST_TRIAL = 0.05  # of a plain step, what one of a trial costs: were they free, nobody would look any more
 _NEW = RequestAcceptance()  # of whom nothing is known, if nobody asks to remember it
 _BEYOND = 0.8  # of what a row costs to a rule: what those beyond the planned ones do, where that is more
 
@@ -102,7 +102,8 @@ class AdaptiveController(MeasuringController):
         counts, rate, deepest, stop_rule = self._decided(candidates, logits)
         was_drafting, self._is_drafting = self._is_drafting, any(counts)
         if was_drafting and self._is_drafting and self.is_timed:
-            tried = self.trials.next(counts, rate * plain_seconds / len(candidates), num_steps)
+            expected = partial(self._expected, candidates, logits)
+            tried = self.trials.next(counts, rate * plain_seconds / len(candidates), num_steps, expected)
         elif not self._is_drafting and self.by_evidence and self.is_timed:
             tried = self._rows_to_try(candidates, logits, num_steps * plain_seconds)
         else:
@@ -235,21 +236,20 @@ class AdaptiveController(MeasuringController):
     ) -> list[int] | None:
         """So many drafts of each, where it should be found out what passes with drafts take."""
         num_seqs = len(candidates)
-
-        def hopeful(by: float) -> list[int]:
-            chances = self._chances(candidates, logits)
-            times = self._times.of(num_seqs, sum(map(len, chances)))
-            passes = (times.first, times.later)
-            return select(chances, times.verify, passes, plain_seconds=math.exp(by) * times.plain).counts
-
-        def price(num_rows: int) -> float:
-            times, costs = self._times.of(num_seqs, num_rows), self.costs
-            alone = costs.rest(num_seqs) - costs.rest(num_seqs, costs.drafting_rounds) / costs.drafting_rounds
-            more = times.verify[num_rows] + alone - times.plain  # each round is a step of its own
-            return TRIAL_STEPS * max(_LEAST_TRIAL * times.plain, more)
-
-        counts = self.trials.next_rows(num_seqs, seconds, hopeful, price)
+        counts = self.trials.next_rows(
+            num_seqs,
+            seconds,
+            lambda by: hopeful(*self._expected(candidates, logits), by),
+            lambda num_rows: price_of_rows(self.costs, self._times.of(num_seqs, num_rows), num_seqs, num_rows),
+        )
         return None if counts is None else [min(count, c.most) for count, c in zip(counts, candidates, strict=True)]
+
+    def _expected(
+        self, candidates: Sequence[Candidate], logits: Sequence[float]
+    ) -> tuple[list[Sequence[float]], StepTimes]:
+        """Of all drafts that there could be, what comes of them, and what steps with them take."""
+        chances = self._chances(candidates, logits)
+        return chances, self._times.of(len(candidates), sum(map(len, chances)))
 
     def _repaid(self, candidates: Sequence[Candidate], selection: Selection) -> list[bool]:
         return self.repayment.repaid(candidates, selection, self._times.of(len(candidates), 0).plain)

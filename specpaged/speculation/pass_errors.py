@@ -7,6 +7,7 @@ import math
 from specpaged.speculation.pass_seconds import PassSeconds
 
 _PACE, _ERROR = 0.5, 0.15  # what is uncertain at first of the machine's pace, and of each error, in logarithms
+_PER_OCTAVE = 2  # errors: passes of half as many rows more may be on another stair
 _ALIKE = 0.5  # correlation of two errors that are an octave apart
 _WANDERS, _FADES = 0.05, 1e-3  # of the pace, and of each error, from one pass that is seen to the next
 _NOISE = 0.08  # of a pass
@@ -19,10 +20,10 @@ class PassErrors:
     """Refines a table of `PassSeconds` by what passes take, by a Kalman filter. All is in logarithms.
 
     A pass of n rows takes exp(drift + error(n)) times as long as thought. `drift` is the machine's pace, which wanders
-    from pass to pass and is common to all. Errors stay: one for each octave of rows, linear between them, the more
-    alike the nearer they are. From passes of one kind the two cannot be told apart, nor need they; passes of two kinds,
-    one soon after the other, say what one takes beside the other, however slow the machine is. What is found is put
-    into the table, so that the errors that are left are 0 in the mean.
+    from pass to pass and is common to all. Errors stay: one for each half octave of rows, linear between them, the
+    more alike the nearer they are. From passes of one kind the two cannot be told apart, nor need they; passes of two
+    kinds, one soon after the other, say what one takes beside the other, however slow the machine is. What is found is
+    put into the table, so that the errors that are left are 0 in the mean.
 
     A pass that stands out says nothing until the next one stands out like it. If they do so by far, the pace has
     jumped; but where it seems to jump with every pass of one kind, its error becomes uncertain, and is learned.
@@ -31,10 +32,10 @@ class PassErrors:
     def __init__(self, passes: PassSeconds):
         self.passes = passes
         self.drift = 0.0
-        octaves = range(2 + int(math.log2(passes.num_rows[-1])))
+        nodes = range(2 + int(_PER_OCTAVE * math.log2(passes.num_rows[-1])))
         self._pace = _PACE**2  # its variance
-        self._with_pace = [0.0 for _ in octaves]  # covariances with it
-        self._covariance = [[_ERROR**2 * _ALIKE ** abs(a - b) for b in octaves] for a in octaves]
+        self._with_pace = [0.0 for _ in nodes]  # covariances with it
+        self._covariance = [[_ERROR**2 * _ALIKE ** (abs(a - b) / _PER_OCTAVE) for b in nodes] for a in nodes]
         self._suspect = math.nan  # by how much the last pass stood out
         self._places = [self._place(num_rows) for num_rows in passes.num_rows]
 
@@ -64,10 +65,10 @@ class PassErrors:
         self.drift += gain * innovation
         self._pace -= gain * with_pace
         self._with_pace = [c - gain * other for c, other in zip(self._with_pace, with_errors, strict=True)]
-        for octave, (row, of_error) in enumerate(zip(self._covariance, with_errors, strict=True)):
+        for node, (row, of_error) in enumerate(zip(self._covariance, with_errors, strict=True)):
             gain = of_error / variance
             row[:] = [c - gain * other for c, other in zip(row, with_errors, strict=True)]
-            row[octave] += _FADES**2
+            row[node] += _FADES**2
         found = [of_error / variance * innovation for of_error in with_errors]
         self.passes.move([found[i] + weight * (found[i + 1] - found[i]) for i, weight in self._places])
 
@@ -78,13 +79,13 @@ class PassErrors:
         variance = sum(v * w * self._covariance[a][b] for a, v in weights for b, w in weights)
         return math.sqrt(max(0.0, variance))
 
-    def _doubt_error(self, octave: float, deviation: float) -> None:
+    def _doubt_error(self, node: float, deviation: float) -> None:
         """More is uncertain of the error there, and, as they are alike, of those around it."""
-        deviations = [deviation * _ALIKE ** abs(other - octave) for other in range(len(self._covariance))]
+        deviations = [deviation * _ALIKE ** (abs(other - node) / _PER_OCTAVE) for other in range(len(self._covariance))]
         for row, of_row in zip(self._covariance, deviations, strict=True):
             row[:] = [c + of_row * other for c, other in zip(row, deviations, strict=True)]
 
     def _place(self, num_rows: int) -> tuple[int, float]:
-        """The octave below, and how far towards the next one; beyond the last one is like the last one."""
-        octave = min(math.log2(num_rows), math.log2(self.passes.num_rows[-1]))
-        return int(octave), octave - int(octave)
+        """The error below, and how far towards the next one; beyond the last one is like the last one."""
+        node = _PER_OCTAVE * min(math.log2(num_rows), math.log2(self.passes.num_rows[-1]))
+        return int(node), node - int(node)

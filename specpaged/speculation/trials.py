@@ -5,46 +5,77 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+from specpaged.speculation.cost_model import CostModel
 from specpaged.speculation.pass_errors import PassErrors
+from specpaged.speculation.selection import Chances, select
+from specpaged.speculation.step_times import StepTimes
 
 TRIAL_STEPS = 4
 _DOUBTS = 2.0  # standard deviations: who gains more by drafting need not ask what other steps take
 _DOUBT = 0.03  # at least, in the logarithm of speed
 _FIRST, _LATER = 16, 256  # steps that draft between two of them; twice as many after each
+_TOLD_APART = 1.15  # times as many rows: fewer would not be told apart
+_LEAST = 0.05  # of a plain step, what one of a trial of rows costs: were they free, nobody would look any more
 _TRYING_ROWS = 0.001  # of the time, where nothing is drafted, beside what is in advance
 
 
 class Trials:
     """Says when one is due, and of what.
 
-    Who drafts in every step sees one kind of pass, and cannot tell an error of what it takes from a slow machine. Nor
-    can who never drafts: there, rows are tried, of whatever tokens, as drafts of a model that has fallen behind would
-    take far longer.
+    Who drafts in every step sees one kind of pass, and cannot tell an error of what it takes from a slow machine: no
+    drafts are tried, half of them, and more. Nor can who never drafts: there, rows are tried, of whatever tokens, as
+    drafts of a model that has fallen behind would take far longer.
     """
 
     def __init__(self, errors: PassErrors):
         self.errors = errors
         self._num_untried, self._every = 0, _FIRST
-        self._halves = False  # whether the last one was of fewer drafts, not of none
+        self._tries_more = True  # whether the last one was of more drafts
+        self._halves = False  # whether the last one of fewer was not of none
         self._credit = self._price = 0.0  # seconds for trials of rows, and what the next one takes
         self._seen: set[int] = set()  # octaves of batch sizes that there were
         self._tries_first = True  # what has never been tried is in advance
 
-    def next(self, counts: Sequence[int], speed: float, num_steps: int) -> list[int] | None:
-        """The drafts of one that is due; by turns none, and about half of these. None as long as there is none.
+    def next(
+        self, counts: list[int], speed: float, num_steps: int, expected: Callable[[], tuple[Chances, StepTimes]]
+    ) -> list[int] | None:
+        """The drafts of one that is due; by turns fewer, which are half of these or none, and more. None as long as
+        there is none.
 
         So many steps with such drafts there were since last, so many times as fast as plain ones, as is believed.
+        `expected` says what comes of all drafts that there could be, and what steps with them take.
         """
         self._num_untried += num_steps
         if self._num_untried < self._every:
             return None
-        doubt = self.errors.doubt(len(counts), len(counts) + sum(counts))
         self._num_untried = 0
+        self._tries_more = not self._tries_more
+        tried = self._more(counts, *expected()) if self._tries_more else None
+        if tried is None:
+            tried = self._fewer(counts, speed)
+        if tried is not None:
+            self._every = min(_LATER, 2 * self._every)
+        return tried
+
+    def _fewer(self, counts: list[int], speed: float) -> list[int] | None:
+        doubt = self.errors.doubt(len(counts), len(counts) + sum(counts))
         if math.log(speed) >= _DOUBTS * max(_DOUBT, doubt):
             return None
-        self._every = min(_LATER, 2 * self._every)
         self._halves = not self._halves and max(counts) > 1
         return [(count + 1) // 2 if self._halves else 0 for count in counts]
+
+    def _more(self, counts: list[int], chances: Chances, times: StepTimes) -> list[int] | None:
+        """As many as would be best, if those beyond the planned ones took as much less as is in doubt.
+
+        Of who drafts, as others would have to catch up first: it is what passes take that is to be found out.
+        """
+        num_seqs, num_drafts, verify = len(counts), sum(counts), times.verify
+        by = _DOUBTS * self.errors.doubt(num_seqs + num_drafts, num_seqs + 2 * num_drafts)
+        hoped = [max(verify[num_drafts], math.exp(-by) * seconds) for seconds in verify[num_drafts:]]
+        hoped_for = _best(chances, verify[:num_drafts] + hoped, times, times.plain)
+        each = -(-sum(hoped_for) // sum(count > 0 for count in counts))
+        more = [min(each, len(of)) if count else 0 for count, of in zip(counts, chances, strict=True)]
+        return more if num_seqs + sum(more) >= _TOLD_APART * (num_seqs + num_drafts) else None
 
     def next_rows(
         self, num_seqs: int, seconds: float, hopeful: Callable[[float], Sequence[int]], price: Callable[[int], float]
@@ -74,3 +105,19 @@ class Trials:
         self._tries_first = False
         self._credit = 0.0
         return counts
+
+
+def hopeful(chances: Chances, times: StepTimes, by: float) -> list[int]:
+    """The drafts that would be best, if passes with drafts took exp(by) times less than is thought."""
+    return _best(chances, times.verify, times, math.exp(by) * times.plain)
+
+
+def price_of_rows(costs: CostModel, times: StepTimes, num_seqs: int, num_rows: int) -> float:
+    """Seconds that a trial of so many rows more takes, each of whose rounds is a step of its own."""
+    alone = costs.rest(num_seqs) - costs.rest(num_seqs, costs.drafting_rounds) / costs.drafting_rounds
+    more = times.verify[num_rows] + alone - times.plain
+    return TRIAL_STEPS * max(_LEAST * times.plain, more)
+
+
+def _best(chances: Chances, verify_seconds: Sequence[float], times: StepTimes, plain_seconds: float) -> list[int]:
+    return select(chances, verify_seconds, (times.first, times.later), plain_seconds=plain_seconds).counts

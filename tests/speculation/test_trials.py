@@ -4,25 +4,36 @@ from __future__ import annotations
 
 from specpaged.speculation.adaptive import AdaptiveController
 from specpaged.speculation.controller import Candidate
+from specpaged.speculation.step_times import StepTimes
 from specpaged.speculation.trials import TRIAL_STEPS, Trials
 from tests.speculation.simulation import costs, knowing
 
 
-def test_where_drafting_gains_little_plain_steps_and_half_as_many_drafts_are_tried_by_turns_and_ever_less_often():
+def expected(row_seconds, most, num_seqs=3):
+    """Drafts of which each stands with 0.7, in steps of 10 s and so much for each row."""
+    times = StepTimes(
+        0.0, 10.0, [10.0 + row_seconds * n for n in range(1 + num_seqs * most)], [0.0] * 4, [0.0] * 4, 0.0
+    )
+    return [[0.7**j for j in range(1, 1 + most)]] * num_seqs, times
+
+
+def test_where_drafting_gains_little_fewer_drafts_and_more_are_tried_by_turns_and_ever_less_often():
     trials = Trials(costs(0.15).errors)
     tried = []
-    for step in range(200):
-        counts = trials.next([4, 1, 0], speed=1.02, num_steps=1)
+    for step in range(600):
+        counts = trials.next([4, 1, 0], 1.02, 1, lambda: expected(0.1, 6))
         if counts is not None:
             tried.append((step, counts))
-    assert [counts for _, counts in tried] == [[0, 0, 0] if i % 2 else [2, 1, 0] for i in range(len(tried))]
+    assert [counts for _, counts in tried] == [[2, 1, 0], [6, 6, 0], [0, 0, 0], [6, 6, 0], [2, 1, 0]]
     steps = [step for step, _ in tried]
-    assert [later - step for step, later in zip([-1, *steps], steps, strict=False)] == [16, 32, 64]
+    assert [later - step for step, later in zip([-1, *steps], steps, strict=False)] == [16, 32, 64, 128, 256]
 
 
-def test_who_gains_by_drafting_beyond_doubt_tries_nothing_else():
-    trials = Trials(costs(0.15).errors)
-    assert not any(trials.next([4], speed=3.0, num_steps=1) for _ in range(500))
+def test_who_gains_by_drafting_beyond_doubt_tries_no_less_and_more_only_if_it_may_be_better():
+    for row_seconds, most, tries in ((0.1, 6, {(6,)}), (9.0, 6, set()), (0.1, 4, set())):
+        trials = Trials(costs(0.15).errors)
+        tried = [trials.next([4], 3.0, 1, lambda: expected(row_seconds, most, 1)) for _ in range(500)]  # noqa: B023
+        assert {tuple(counts) for counts in tried if counts is not None} == tries
 
 
 def test_a_controller_that_drafts_by_a_narrow_margin_has_its_trials():
