@@ -101,9 +101,10 @@ class AdaptiveController(MeasuringController):
             self.looks.advance(looking / LOOKING * _ADVANCE * num_new / len(candidates) * plain_seconds)
         counts, rate, deepest, stop_rule = self._decided(candidates, logits)
         was_drafting, self._is_drafting = self._is_drafting, any(counts)
-        if was_drafting and self._is_drafting and self.is_timed:
-            expected = partial(self._expected, candidates, logits)
-            tried = self.trials.next(counts, rate * plain_seconds / len(candidates), num_steps, expected)
+        if was_drafting and self._is_drafting and self.is_timed and not self.costs.overlaps:
+            speed, expected = rate * plain_seconds / len(candidates), partial(self._expected, candidates, logits)
+            proposal_seconds = self.costs.proposal_of_round(len(candidates))
+            tried = self.trials.next(counts, speed, num_steps, expected, proposal_seconds)
         elif not self._is_drafting and self.by_evidence and self.is_timed:
             tried = self._rows_to_try(candidates, logits, num_steps * plain_seconds)
         else:
@@ -127,7 +128,7 @@ class AdaptiveController(MeasuringController):
     def selects(self) -> bool:
         if not self.by_evidence:
             return bool(self._unseen)
-        return self.selecting.is_due()
+        return not self._was_trial and self.selecting.is_due()  # a trial's passes are to have all of its rows
 
     @override
     def select(self, sequences: Sequence[Hashable], evidence: Sequence[Sequence[float]]) -> list[int]:

@@ -13,69 +13,98 @@ from specpaged.speculation.step_times import StepTimes
 TRIAL_STEPS = 4
 _DOUBTS = 2.0  # standard deviations: who gains more by drafting need not ask what other steps take
 _DOUBT = 0.03  # at least, in the logarithm of speed
-_FIRST, _LATER = 16, 256  # steps that draft between two of them; twice as many after each
+_FIRST, _LATER = 16, 256  # steps that draft between two of one kind; twice as many after each
 _TOLD_APART = 1.15  # times as many rows: fewer would not be told apart
 _LEAST = 0.05  # of a plain step, what one of a trial of rows costs: were they free, nobody would look any more
 _TRYING_ROWS = 0.001  # of the time, where nothing is drafted, beside what is in advance
 
 
+class _Turns:
+    """Of one kind of trial: the first one after so many steps that draft, and each time twice as many."""
+
+    def __init__(self, first: int):
+        self._num_untried, self._every = 0, first
+
+    def pass_by(self, num_steps: int) -> bool:
+        """So many steps without one; whether it is due."""
+        self._num_untried += num_steps
+        return self._num_untried >= self._every
+
+    def take(self) -> None:
+        """It was this one's turn."""
+        self._num_untried, self._every = 0, min(_LATER, 2 * self._every)
+
+    def put_off(self) -> None:
+        """It was, and there was nothing to try."""
+        self._num_untried = 0
+
+
 class Trials:
     """Says when one is due, and of what.
 
-    Who drafts in every step sees one kind of pass, and cannot tell an error of what it takes from a slow machine: no
-    drafts are tried, half of them, and more. Nor can who never drafts: there, rows are tried, of whatever tokens, as
-    drafts of a model that has fallen behind would take far longer.
+    Who drafts in every step sees one kind of pass, and cannot tell an error of what it takes from a slow machine: now
+    and then no drafts are tried, or half of them, and more. Nor can who never drafts: there, rows are tried, of
+    whatever tokens, as drafts of a model that has fallen behind would take far longer.
     """
 
     def __init__(self, errors: PassErrors):
         self.errors = errors
-        self._num_untried, self._every = 0, _FIRST
-        self._tries_more = True  # whether the last one was of more drafts
+        self._of_fewer, self._of_more = _Turns(_FIRST), _Turns(2 * _FIRST)
         self._halves = False  # whether the last one of fewer was not of none
         self._credit = self._price = 0.0  # seconds for trials of rows, and what the next one takes
         self._seen: set[int] = set()  # octaves of batch sizes that there were
         self._tries_first = True  # what has never been tried is in advance
 
     def next(
-        self, counts: list[int], speed: float, num_steps: int, expected: Callable[[], tuple[Chances, StepTimes]]
+        self,
+        counts: Sequence[int],
+        speed: float,
+        num_steps: int,
+        expected: Callable[[], tuple[Chances, StepTimes]],
+        proposal_seconds: float = 0.0,
     ) -> list[int] | None:
-        """The drafts of one that is due; by turns fewer, which are half of these or none, and more. None as long as
-        there is none.
+        """The drafts of one that is due: none or half of these, by turns, or twice as many. None if there is none.
 
         So many steps with such drafts there were since last, so many times as fast as plain ones, as is believed.
-        `expected` says what comes of all drafts that there could be, and what steps with them take.
+        `expected` says what comes of all drafts that there could be, and what steps with them take; a proposal takes
+        `proposal_seconds` beside its passes.
         """
-        self._num_untried += num_steps
-        if self._num_untried < self._every:
-            return None
-        self._num_untried = 0
-        self._tries_more = not self._tries_more
-        tried = self._more(counts, *expected()) if self._tries_more else None
-        if tried is None:
-            tried = self._fewer(counts, speed)
-        if tried is not None:
-            self._every = min(_LATER, 2 * self._every)
-        return tried
+        fewer_is_due, more_is_due = self._of_fewer.pass_by(num_steps), self._of_more.pass_by(num_steps)
+        if fewer_is_due:
+            if (tried := self._fewer(counts, speed)) is not None:
+                self._of_fewer.take()
+                return tried
+            self._of_fewer.put_off()
+        if more_is_due:
+            self._of_more.take()
+            return self._more(counts, *expected(), proposal_seconds)
+        return None
 
-    def _fewer(self, counts: list[int], speed: float) -> list[int] | None:
+    def _fewer(self, counts: Sequence[int], speed: float) -> list[int] | None:
+        """None, and half of the drafts the next time, where it is in doubt whether they gain anything."""
         doubt = self.errors.doubt(len(counts), len(counts) + sum(counts))
         if math.log(speed) >= _DOUBTS * max(_DOUBT, doubt):
             return None
         self._halves = not self._halves and max(counts) > 1
         return [(count + 1) // 2 if self._halves else 0 for count in counts]
 
-    def _more(self, counts: list[int], chances: Chances, times: StepTimes) -> list[int] | None:
-        """As many as would be best, if those beyond the planned ones took as much less as is in doubt.
+    def _more(
+        self, counts: Sequence[int], chances: Chances, times: StepTimes, proposal_seconds: float
+    ) -> list[int] | None:
+        """Twice as many, where more would be best if further rows took less, by as much as is in doubt.
 
-        Of who drafts, as others would have to catch up first: it is what passes take that is to be found out.
+        Of who drafts: it is what passes take that is to be found out, and others would have to catch up first.
         """
-        num_seqs, num_drafts, verify = len(counts), sum(counts), times.verify
-        by = _DOUBTS * self.errors.doubt(num_seqs + num_drafts, num_seqs + 2 * num_drafts)
-        hoped = [max(verify[num_drafts], math.exp(-by) * seconds) for seconds in verify[num_drafts:]]
-        hoped_for = _best(chances, verify[:num_drafts] + hoped, times, times.plain)
-        each = -(-sum(hoped_for) // sum(count > 0 for count in counts))
-        more = [min(each, len(of)) if count else 0 for count, of in zip(counts, chances, strict=True)]
-        return more if num_seqs + sum(more) >= _TOLD_APART * (num_seqs + num_drafts) else None
+        num_drafts, verify = sum(counts), times.verify
+        num_rows = len(counts) + num_drafts
+        doubt = self.errors.doubt(num_rows, num_rows + num_drafts)
+        if doubt <= _DOUBT:
+            return None
+        further = [max(verify[num_drafts], math.exp(-_DOUBTS * doubt) * seconds) for seconds in verify[num_drafts:]]
+        hoped_for = _best(chances, [*verify[:num_drafts], *further], times, times.plain, proposal_seconds)
+        more = [min(2 * count, len(of_sequence)) for count, of_sequence in zip(counts, chances, strict=True)]
+        num_more = min(sum(hoped_for), sum(more))
+        return more if len(counts) + num_more >= _TOLD_APART * num_rows else None
 
     def next_rows(
         self, num_seqs: int, seconds: float, hopeful: Callable[[float], Sequence[int]], price: Callable[[int], float]
@@ -119,5 +148,14 @@ def price_of_rows(costs: CostModel, times: StepTimes, num_seqs: int, num_rows: i
     return TRIAL_STEPS * max(_LEAST * times.plain, more)
 
 
-def _best(chances: Chances, verify_seconds: Sequence[float], times: StepTimes, plain_seconds: float) -> list[int]:
-    return select(chances, verify_seconds, (times.first, times.later), plain_seconds=plain_seconds).counts
+def _best(
+    chances: Chances,
+    verify_seconds: Sequence[float],
+    times: StepTimes,
+    plain_seconds: float,
+    proposal_seconds: float = 0.0,
+) -> list[int]:
+    passes = (times.first, times.later)
+    return select(
+        chances, verify_seconds, passes, proposal_seconds=proposal_seconds, plain_seconds=plain_seconds
+    ).counts

@@ -118,3 +118,13 @@ def test_more_rows_than_the_table_has_are_as_its_last_ones():
     errors.observe(100, 0.3)
     assert errors.doubt(100, 5) == pytest.approx(0.0, abs=1e-6)
     assert all(math.isfinite(s) and s > 0 for s in errors.passes.seconds)
+
+
+def test_passes_of_half_as_many_rows_more_leave_those_of_twice_as_many_in_doubt():
+    """48 rows may be on another stair than 64."""
+    machine = Machine(lambda n: 1.3 if n == 48 else 1.0)
+    for _ in range(10):
+        machine.run(32, 8)
+        machine.run(48, 8)
+    assert machine.found(48, 32) == pytest.approx(math.log(1.3), abs=0.05)
+    assert machine.errors.doubt(64, 48) > 3 * machine.errors.doubt(48, 32)

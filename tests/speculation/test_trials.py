@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from specpaged.speculation.adaptive import AdaptiveController
 from specpaged.speculation.controller import Candidate
+from specpaged.speculation.selection import select
 from specpaged.speculation.step_times import StepTimes
 from specpaged.speculation.trials import TRIAL_STEPS, Trials
 from tests.speculation.simulation import costs, knowing
@@ -11,29 +12,45 @@ from tests.speculation.simulation import costs, knowing
 
 def expected(row_seconds, most, num_seqs=3):
     """Drafts of which each stands with 0.7, in steps of 10 s and so much for each row."""
-    times = StepTimes(
-        0.0, 10.0, [10.0 + row_seconds * n for n in range(1 + num_seqs * most)], [0.0] * 4, [0.0] * 4, 0.0
-    )
+    verify_seconds = [10.0 + row_seconds * n for n in range(1 + num_seqs * most)]
+    times = StepTimes(0.0, 10.0, verify_seconds, [0.0] * (1 + num_seqs), [0.0] * (1 + num_seqs), 0.0)
     return [[0.7**j for j in range(1, 1 + most)]] * num_seqs, times
 
 
-def test_where_drafting_gains_little_fewer_drafts_and_more_are_tried_by_turns_and_ever_less_often():
-    trials = Trials(costs(0.15).errors)
-    tried = []
-    for step in range(600):
-        counts = trials.next([4, 1, 0], 1.02, 1, lambda: expected(0.1, 6))
-        if counts is not None:
-            tried.append((step, counts))
-    assert [counts for _, counts in tried] == [[2, 1, 0], [6, 6, 0], [0, 0, 0], [6, 6, 0], [2, 1, 0]]
-    steps = [step for step, _ in tried]
+def tried(trials, counts, speed, expected, num_steps=600):
+    """The steps, and the drafts, of the trials that there are in so many steps."""
+    found = [(step, trials.next(counts, speed, 1, lambda: expected)) for step in range(num_steps)]
+    return [(step, counts) for step, counts in found if counts is not None]
+
+
+def test_where_drafting_gains_little_half_of_the_drafts_and_none_are_tried_by_turns_and_ever_less_often():
+    found = tried(Trials(costs(0.15).errors), [4, 1, 0], 1.02, expected(9.0, 6), 500)
+    assert [counts for _, counts in found] == [[2, 1, 0], [0, 0, 0]] * 2 + [[2, 1, 0]]
+    steps = [step for step, _ in found]
     assert [later - step for step, later in zip([-1, *steps], steps, strict=False)] == [16, 32, 64, 128, 256]
 
 
-def test_who_gains_by_drafting_beyond_doubt_tries_no_less_and_more_only_if_it_may_be_better():
-    for row_seconds, most, tries in ((0.1, 6, {(6,)}), (9.0, 6, set()), (0.1, 4, set())):
-        trials = Trials(costs(0.15).errors)
-        tried = [trials.next([4], 3.0, 1, lambda: expected(row_seconds, most, 1)) for _ in range(500)]  # noqa: B023
-        assert {tuple(counts) for counts in tried if counts is not None} == tries
+def test_who_gains_by_drafting_beyond_doubt_tries_no_fewer():
+    assert not tried(Trials(costs(0.15).errors), [4], 3.0, expected(9.0, 6, 1))
+
+
+def test_more_are_tried_whatever_is_gained_where_they_might_be_better_and_ever_less_often():
+    """One draft each is best, and if further rows took less, by as much as is in doubt, two."""
+    chances, times = expected(1.6, 6)
+    assert select(chances, times.verify).counts == [1, 1, 1]
+    errors = costs(0.15).errors
+    found = tried(Trials(errors), [1, 1, 1], 3.0, (chances, times))
+    assert [counts for _, counts in found] == [[2, 2, 2]] * 4
+    steps = [step for step, _ in found]
+    assert [later - step for step, later in zip([-1, *steps], steps, strict=False)] == [32, 64, 128, 256]
+    assert not tried(Trials(errors), [1, 1, 1], 3.0, expected(9.0, 6))  # rows are too dear
+    assert not tried(Trials(errors), [6, 6, 6], 3.0, expected(0.1, 6))  # there are no more
+    errors._covariance = [[0.0] * len(row) for row in errors._covariance]
+    assert not tried(Trials(errors), [1, 1, 1], 3.0, (chances, times))
+
+
+def test_more_are_twice_as_many_for_who_drafts_and_no_more_than_there_may_be():
+    assert tried(Trials(costs(0.15).errors), [4, 1, 0], 3.0, expected(0.1, 6))[0] == (31, [6, 2, 0])
 
 
 def test_a_controller_that_drafts_by_a_narrow_margin_has_its_trials():
