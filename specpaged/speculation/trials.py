@@ -63,7 +63,7 @@ class Trials:
         expected: Callable[[], tuple[Chances, StepTimes]],
         proposal_seconds: float = 0.0,
     ) -> list[int] | None:
-        """The drafts of one that is due: none or half of these, by turns, or twice as many. None if there is none.
+        """The drafts of one that is due: half of these or none, by turns, or twice as many. None where none is due.
 
         So many steps with such drafts there were since last, so many times as fast as plain ones, as is believed.
         `expected` says what comes of all drafts that there could be, and what steps with them take; a proposal takes
@@ -81,7 +81,7 @@ class Trials:
         return None
 
     def _fewer(self, counts: Sequence[int], speed: float) -> list[int] | None:
-        """None, and half of the drafts the next time, where it is in doubt whether they gain anything."""
+        """By turns half of the drafts and no drafts, as long as it is in doubt whether they gain anything."""
         doubt = self.errors.doubt(len(counts), len(counts) + sum(counts))
         if math.log(speed) >= _DOUBTS * max(_DOUBT, doubt):
             return None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from specpaged.speculation.adaptive import AdaptiveController
 from specpaged.speculation.controller import Candidate
 from specpaged.speculation.selection import select
@@ -60,6 +62,27 @@ def test_a_controller_that_drafts_by_a_narrow_margin_has_its_trials():
     trials = [plan for plan in plans if plan.is_trial]
     assert trials
     assert all(plan.num_steps == TRIAL_STEPS for plan in trials)
+
+
+def test_drafts_of_a_trial_are_verified_whole():
+    """Selected from, they would be as few as before: the passes that are to be timed would never run."""
+    controller = knowing(AdaptiveController(costs(0.15)))
+    selects = {True: set(), False: set()}
+    for _ in range(60):
+        plan = controller.plan([Candidate(i, 8) for i in range(6)], 1)
+        selects[plan.is_trial].add(controller.selects())
+    assert selects == {True: {False}, False: {True}}
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_among_halves_where_nobody_listens_no_trial_is_asked_for(overlaps):
+    controller = knowing(AdaptiveController(costs(0.15)))
+    controller.costs.overlaps = overlaps
+    asked = []
+    controller.trials.next = lambda *arguments: asked.append(arguments)
+    plans = [controller.plan([Candidate(i, 8) for i in range(6)], 1) for _ in range(20)]
+    assert all(any(plan.num_draft_tokens) for plan in plans)
+    assert bool(asked) != overlaps
 
 
 def test_a_gain_that_is_in_doubt_is_not_taken():
