@@ -58,12 +58,14 @@ bench: install
 bench-rollback: install
 	$(BIN)/python -m pytest benchmarks/test_rollback.py --benchmark-only --benchmark-quiet --durations 0 -q -s --out $(OUT)
 
-# A part of all that takes 20 to 40 minutes for each number of threads; make bench-adaptive PAIRS= is every pair, in
-# hours. What is in OUT is not measured again.
+# A part of all that takes 20 to 40 minutes for each number of threads. The whole takes more than a day: make
+# bench-adaptive PAIRS= SIZES=1,4,8,16,32,64,1-64 KS=1,2,3,5,8. What is in OUT is not measured again.
 PAIRS ?= embedded;draft 0.05, 0;draft 0.4, 0;ngram
+SIZES ?= 1,8,32
+KS ?= 1,2,5
 bench-adaptive: install
 	for threads in 1 2; do \
-	  $(BIN)/python -m benchmarks.adaptive --threads $$threads --pairs "$(PAIRS)" --batch-sizes 1,8,32 --ks 1,2,5 \
+	  $(BIN)/python -m benchmarks.adaptive --threads $$threads --pairs "$(PAIRS)" --batch-sizes $(SIZES) --ks $(KS) \
 	    --out $(OUT)/adaptive; \
 	done
 

@@ -21,7 +21,7 @@ MAX_NUM_SEQS = 128
 MAX_NUM_BATCHED_TOKENS = 2048
 TURN_SECONDS = 0.03  # shorter than most of the noise, which then hits all contenders; longer than caches take to fill
 _PASSES = ("forward", "greedy", "greedy_steps", "rounds")
-_DECIDING = ("plan", "rounds", "select", "look_back", "committed", "fared", "begin", "forget")
+_DECIDING = ("plan", "rounds", "select", "look_back", "committed", "fared", "told", "went_on", "begin", "forget")
 _LISTENING = ("begin", "scored", "ran", "proposed", "proposed_for")
 
 

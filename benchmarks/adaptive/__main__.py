@@ -26,7 +26,9 @@ def main(
         str, typer.Option(help="Separated by commas; 1-64: requests come now all at once, now one after another.")
     ] = ",".join(ROUNDS),
     ks: Annotated[str, typer.Option(help="Fixed K, separated by commas.")] = ",".join(map(str, KS)),
-    tetris: Annotated[str, typer.Option(help="K of TETRIS, separated by commas; it drafts 2 more.")] = "",
+    tetris: Annotated[
+        str, typer.Option(help="Of TETRIS, K or K+extra, with commas between them; 2 are extra if not said.")
+    ] = "",
     threads: int = 1,
     rounds: Annotated[int | None, typer.Option(help="Of every cell; by default 21 to 3, by batch size.")] = None,
     out: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("build/adaptive"),
@@ -55,7 +57,7 @@ def main(
             continue
         with tempfile.TemporaryDirectory() as directory:
             pair = make_pair(name, Path(directory), 128)
-            ways = ways_of(*([int(k) for k in of.split(",") if k] for of in (ks, tetris)))
+            ways = ways_of([int(k) for k in ks.split(",") if k], [of for of in tetris.split(",") if of])
             engines = Engines(pair, ways)
             for size in left:
                 played = engines.play(size, rounds or max(3, ROUNDS.get(size, 5) * 2 // pair.prompts_per_seq))

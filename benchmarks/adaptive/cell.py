@@ -16,6 +16,7 @@ from benchmarks.adaptive.pairs import Pair
 from benchmarks.ours import Ours, Run, Stint, models_loaded_once, take_turns
 from specpaged import SamplingParams
 from specpaged.metrics import EngineMetrics
+from specpaged.speculative_config import DEFAULT_TETRIS_EXTRA
 
 PLAIN, ADAPTIVE = "plain", "adaptive"
 AGAIN = "plain again"  # how far apart two engines are that do the same: the noise of the cell
@@ -24,11 +25,14 @@ BURST, SINGLES, SWINGS = 64, 12, 2
 FEWEST = 4  # requests of a round
 
 
-def ways_of(ks: Sequence[int], tetris: Sequence[int]) -> dict[str, dict[str, Any]]:
-    """Plain decoding twice, every fixed K, TETRIS with some, and adaptive."""
+def ways_of(ks: Sequence[int], tetris: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Plain decoding twice, every fixed K, TETRIS with some ("2+1": K = 2, and one extra), and adaptive."""
     ways = {PLAIN: {"num_speculative_tokens": 0}}
     ways |= {f"K = {k}": {"num_speculative_tokens": k} for k in ks}
-    ways |= {f"TETRIS {k} + 2": {"num_speculative_tokens": k, "selection": "tetris"} for k in tetris}
+    for of in tetris:
+        k, extra = map(int, of.split("+") if "+" in of else (of, DEFAULT_TETRIS_EXTRA))
+        tetris_of = {"selection": "tetris", "num_speculative_tokens": k, "tetris_extra_proposals": extra}
+        ways[f"TETRIS {k} + {extra}"] = tetris_of
     return ways | {AGAIN: ways[PLAIN], ADAPTIVE: {"num_speculative_tokens": "auto"}}
 
 

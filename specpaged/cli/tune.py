@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -79,7 +80,7 @@ def _ask_vllm(speculative: SpeculativeConfig, most: int) -> dict[str, Any]:
     except ValueError as error:  # which is no fault: it was measured for our own engine
         console.print(str(error), highlight=False, markup=False)
         return {}
-    line = " ".join(f"--{name.replace('_', '-')} '{json.dumps(value)}'" for name, value in asked.items())
+    line = " ".join(f"--{name.replace('_', '-')} {shlex.quote(json.dumps(value))}" for name, value in asked.items())
     console.print(line, highlight=False, markup=False, soft_wrap=True)
     return asked
 

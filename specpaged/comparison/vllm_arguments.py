@@ -11,6 +11,12 @@ _OF_LOOKUPS = {"prompt_lookup_min": DEFAULT_PROMPT_LOOKUP, "prompt_lookup_max": 
 _OF_LOOKUPS |= {name: default for name, (default, _) in SUFFIX_DECODING.items()}
 _OF_MODELS = {f.name: f.default for f in fields(SpeculativeConfig) if f.name in ("numerics", "kv_cache_dtype")}
 
+_OURS_ALONE = {
+    f.name: f.default
+    for f in fields(SpeculativeConfig)
+    if f.name in ("device", "kv_cache_memory_bytes", "kv_window", "verification")
+}
+
 
 def vllm_arguments(speculative: SpeculativeConfig, num_speculative_tokens: int) -> dict[str, dict[str, Any]]:
     """What arguments of these names take, as JSON, to have the worker draft so: of as many tokens as it decides, up to
@@ -20,6 +26,8 @@ def vllm_arguments(speculative: SpeculativeConfig, num_speculative_tokens: int) 
         ValueError: vLLM has no words for that.
     """
     lookups, method = speculative.lookups, speculative.model_method
+    for name, value in _said(speculative, _OURS_ALONE).items():
+        raise ValueError(f"vLLM has no words for {name}={value!r}; allowed there: the default")
     if method is None and len(lookups) > 1:
         raise ValueError(
             f"vLLM has no words for method={list(lookups)!r} without a model; allowed there: one of them, or beside it "

@@ -101,10 +101,10 @@ class DraftModelDrafter(ModelDrafter):
             ]
             chunks = [*self._chunks([*before, *others]), newest]
         found_before = [self.runner.greedy(chunk, self.vocab_size)[0].token_ids for chunk in chunks[:-1]]
-        # The rule's rows are those that were planned to draft: some may have had no room.
-        rule = stop_rule if stop_rule is not None and len(stop_rule.leads) == count else None
         further = [*[row.num_draft_tokens - 1 for row in drafting], *[0] * (len(chunks[-1]) - count)]
-        found = self.runner.greedy(chunks[-1], self.vocab_size, further, wants_logprobs=bool(drafting), stop_rule=rule)
+        found = self.runner.greedy(
+            chunks[-1], self.vocab_size, further, wants_logprobs=bool(drafting), stop_rule=stop_rule
+        )
         of_steps = [zip(step.token_ids, step.logprobs, strict=True) for step in found]
         for row in drafting:
             pairs = [next(step) for step in of_steps[: row.num_draft_tokens]]

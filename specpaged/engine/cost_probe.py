@@ -21,12 +21,14 @@ import torch
 from specpaged.config import EngineConfig
 from specpaged.drafting.base import Drafter
 from specpaged.engine.draft_planner import DraftPlanner
-from specpaged.engine.pass_timer import PassTimer
-from specpaged.engine.probed_passes import ProbedDrafter, drafted, is_heads, proposal, verified
+from specpaged.engine.pass_timer import PassTimer, Shape, sequences
+from specpaged.engine.probed_passes import ProbedDrafter, drafted, forward, is_heads, proposal, verified
 from specpaged.modeling.model_runner import ModelRunner
 from specpaged.speculation.adaptive import AdaptiveController
 from specpaged.speculation.combined import CombinedController
+from specpaged.speculation.controller import Controller
 from specpaged.speculation.cost_model import CostModel
+from specpaged.speculation.lookups import LookupController
 from specpaged.speculation.pass_seconds import PassSeconds
 from specpaged.speculation.tetris import TetrisController
 from specpaged_kernels import limits
@@ -36,14 +38,16 @@ from specpaged_kernels.cpu.build import cache_folder
 logger = logging.getLogger("specpaged")
 
 BUDGET = 2.0  # seconds that a probe may take
+LONGEST = BUDGET / 8  # that the first pass may, for there to be one
 _SWEEPS = 40
 _FEW = 8  # sequences, whose proposals take a time that hardly depends on how many they are
 # Besides the passes, until it has been seen: of a step and each of its sequences, of a proposal and each of those.
 _STEP_SECONDS, _SEQUENCE_SECONDS = 7e-5, 2.3e-5
 _PROPOSAL_SECONDS, _DRAFTING_SECONDS = 7e-5, 4e-5
 _OF_SEQUENCES = {"seconds_per_drafting": _DRAFTING_SECONDS, "seconds_per_sequence": _SEQUENCE_SECONDS}
+_OF_LOOKUP = 0.1  # of these, what a proposal takes that no model makes
 _BYTES_PER_SECOND = 1e10  # of weights, where nothing can be measured
-_VERSION = 34  # of what is kept
+_VERSION = 35  # of what is kept
 
 
 def get_planner(
@@ -69,9 +73,11 @@ def get_planner(
     if rest_seconds is not None:
         costs.expect_rest(*rest_seconds)
     by_evidence, follows = speculative.verification != "rejection", drafter.hidden_states is not None
-    controller = None
-    if len(speculative.methods) == 1 or draft is not None:
+    controller: Controller | None = None
+    if draft is not None:
         controller = AdaptiveController(costs, by_evidence, drafter.looks_back, drafter.stops)
+    elif len(speculative.methods) == 1:
+        controller = LookupController(costs, by_evidence)
     if len(speculative.methods) > 1:
         controller = CombinedController(costs, len(speculative.lookups), controller, follows)
     return DraftPlanner(controller, follows, gives_up=may_probe)
@@ -88,6 +94,9 @@ def measured_costs(target: ModelRunner, draft: ModelRunner | None, most_rows: in
     if path is not None:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             return CostModel.of_dict(json.loads(path.read_text()))
+    if (seconds := forward(target, sequences(target, Shape(1, 1)))) > LONGEST:
+        logger.info("a pass takes %.1f s: what others take is guessed, until it has been seen", seconds)
+        return guessed_costs(target, draft)
     costs = probe(target, draft, most_rows, BUDGET)
     if path is not None:
         try:
@@ -131,7 +140,7 @@ def probe(target: ModelRunner, draft: ModelRunner | None, most_rows: int, budget
                     timer.again(shape)
     passes = [timer.pass_seconds() for timer in timers]
     if draft is None:
-        return CostModel(passes[0], None, _PROPOSAL_SECONDS / 10, _STEP_SECONDS, **_OF_SEQUENCES)
+        return _of_lookups(passes[0])
     of_num_seqs = {num_seqs: median(seconds) for num_seqs, seconds in first_seconds.items()}
     first = median(seconds for num_seqs, seconds in of_num_seqs.items() if num_seqs <= _FEW)
     others = [(seconds - first) / num_seqs for num_seqs, seconds in of_num_seqs.items() if num_seqs > _FEW]
@@ -140,6 +149,12 @@ def probe(target: ModelRunner, draft: ModelRunner | None, most_rows: int, budget
     if drafter.reads is not None:
         of_sequences |= {"following": passes.pop(), "first_share": median(first_shares)}
     return CostModel(*passes, _PROPOSAL_SECONDS + first, _STEP_SECONDS, **of_sequences)
+
+
+def _of_lookups(target: PassSeconds) -> CostModel:
+    """What is known of a drafter without a model."""
+    of_sequences = _OF_SEQUENCES | {"seconds_per_drafting": _OF_LOOKUP * _DRAFTING_SECONDS}
+    return CostModel(target, None, _OF_LOOKUP * _PROPOSAL_SECONDS, _STEP_SECONDS, **of_sequences)
 
 
 def guessed_costs(target: ModelRunner, draft: ModelRunner | None) -> CostModel:
@@ -151,8 +166,10 @@ def guessed_costs(target: ModelRunner, draft: ModelRunner | None) -> CostModel:
     for runner in (target, draft):
         seconds = 0.0 if runner is None else runner.model.weight_bytes / _BYTES_PER_SECOND
         passes.append(PassSeconds([1, 10, 20], [seconds, seconds, 2 * seconds]) if seconds else None)
+    if draft is None:
+        return _of_lookups(passes[0])
     of_heads: dict[str, Any] = {}
-    if draft is not None and is_heads(draft):
+    if is_heads(draft):
         of_heads = {"following": PassSeconds([1, 10, 20], [0.5 * s for s in passes[1].seconds]), "first_share": 0.5}
     return CostModel(*passes, _PROPOSAL_SECONDS, _STEP_SECONDS, **_OF_SEQUENCES, **of_heads)
 
@@ -171,7 +188,13 @@ def _path(target: ModelRunner, draft: ModelRunner | None, most_rows: int) -> Pat
         if runner is not None:
             model = runner.model
             facts += [model.architecture, model.num_parameters, model.weight_bytes, str(model.dtype), model.backend]
-            facts += [str(model.kv_dtype), model.numerics_scheme, runner.graphs is not None, runner.kv_cache.block_size]
+            facts += [
+                str(model.device),
+                str(model.kv_dtype),
+                model.numerics_scheme,
+                runner.graphs is not None,
+                runner.kv_cache.block_size,
+            ]
     return folder / f"costs-{hashlib.sha256(repr(facts).encode()).hexdigest()[:24]}.json"
 
 

@@ -20,6 +20,7 @@ from specpaged.paging.block_allocator import IntegrityError
 from specpaged.paging.page_table import DRAFT
 from specpaged.sampling import get_sampling_batch
 from specpaged.speculation.controller import Plan
+from specpaged.speculation.stop_rule import StopRule
 
 if TYPE_CHECKING:
     from specpaged.engine.step import ScoredStep, SpeculativeStep
@@ -69,7 +70,7 @@ class Proposal:
         step, drafting = self.step, self.drafting
         drafts, run = self._answer()
         step.metrics.proposed_tokens += sum(map(len, drafts))
-        if step.planner is not None and any(draft or draft.found for draft in drafts):
+        if step.planner is not None and drafts and self.error is None:
             drafts = step.planner.select(drafting, drafts)
         if step.agree is not None and drafts:
             agreed = step.agree([list(draft.token_ids) for draft in drafts])
@@ -173,6 +174,8 @@ def prepare(step: SpeculativeStep, scored: ScoredStep, reserve: Reserve) -> Prop
             catching_up -= len(row.token_ids) if len(row.token_ids) > _FAR_BEHIND else 0
     if not rows:
         return None
+    if plan.stop_rule is not None:
+        plan = replace(plan, stop_rule=_rule_of(plan.stop_rule, plan, going_on, rows))
     step.noise = scored.sampling.noise  # of which some is for tokens that are to be decided anew
     sampling = _sampling(step, [sequence.sampling_request for sequence in asking])
     return Proposal(step, rows, sampling, plan, drafting, looking)
@@ -195,16 +198,18 @@ def _plan(
         counts = reserve(going_on, None)
         return (Plan(counts), counts) if combined is None else _undecided(combined, counts)
     plan = step.planner.plan(going_on, num_rounds) if going_on else Plan([])
-    if plan.tries_rows and (step.agree is not None or step.drafter.hidden_states is not None):
-        plan = Plan([0] * len(going_on))  # ranks agree on no more than counts; and heads follow in every step
+    if plan.tries_rows and step.drafter.hidden_states is not None:
+        plan = Plan([0] * len(going_on))  # heads follow in every step
     if plan.stop_rule is not None and (step.agree is not None or not _takes_argmax(going_on, plan)):
         plan = replace(plan, num_draft_tokens=list(plan.without_rule), stop_rule=None)
     if step.agree is not None and going_on:
         most = [0 if choice is None else choice.num_tokens for choice in plan.lookups]
         looks_back, glances = list(plan.looks_back), list(plan.glances)
-        counts, looks_back, glances, most = step.agree([plan.num_draft_tokens, looks_back, glances, most])
+        counts, looks_back, glances, most, (tries_rows,) = step.agree(
+            [plan.num_draft_tokens, looks_back, glances, most, [int(plan.tries_rows)]]
+        )
         lookups = [combined.choice(*of) for of in zip(most, counts, strict=True)] if any(most) else ()
-        plan = replace(plan, num_draft_tokens=counts, looks_back=looks_back, glances=glances, lookups=lookups)
+        plan = Plan(counts, looks_back, glances=glances, lookups=lookups, tries_rows=bool(tries_rows))
     counts = plan.num_draft_tokens
     if not any(plan.lookups):
         return plan, reserve(going_on, counts) if any(counts) else counts
@@ -222,9 +227,23 @@ def _undecided(drafter: CombinedDrafter, most: SequenceOf[int]) -> tuple[Plan, l
 
 
 def _takes_argmax(going_on: SequenceOf[Sequence], plan: Plan) -> bool:
-    """Whether drafts are each the most likely token, which alone are made by a rule."""
+    """Whether drafts, and what is looked back at, are each the most likely token, which alone are made by a rule."""
     counts = zip(going_on, plan.num_draft_tokens, strict=True)
-    return all(sequence.sampling_request.takes_argmax for sequence, count in counts if count)
+    asking = [sequence for sequence, count in counts if count] + [going_on[i] for i in plan.looks_back]
+    return all(sequence.sampling_request.takes_argmax for sequence in asking)
+
+
+def _rule_of(rule: StopRule, plan: Plan, going_on: SequenceOf[Sequence], rows: SequenceOf[DraftRow]) -> StopRule | None:
+    """The rule for those of its rows that draft, as some may have no room, or be too far behind yet.
+
+    None if nobody does, or it was made for others.
+    """
+    planned = [sequence for sequence, count in zip(going_on, plan.num_draft_tokens, strict=True) if count]
+    drafting = {row.sequence for row in rows if row.num_draft_tokens}
+    kept = [i for i, sequence in enumerate(planned) if sequence in drafting]
+    if not kept or len(rule.leads) != len(planned):
+        return None
+    return rule if len(kept) == len(planned) else rule.of_rows(kept)
 
 
 def _left_out(row: DraftRow, draft: Draft) -> bool:

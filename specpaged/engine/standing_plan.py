@@ -13,6 +13,7 @@ from specpaged.speculation.controller import Plan
 from specpaged.speculation.lookup_choice import LookupChoice
 
 _UNSETTLED = 3  # plans that are provisional, where a text has turned
+_OF_MANY = 8  # sequences, one of which is to have turned for a plan to end: one of more is few, or chance
 _MOST_HEIRS = 3  # that follow, one after another, what was planned for another one
 
 
@@ -49,6 +50,7 @@ class StandingPlan:
     left: Plan | None = None
     looks_every: float = math.inf  # steps, from one time to the next that it is asked whom to look back at
     looked: int = 0  # its age when that was asked
+    num_turned: int = 0  # texts of its sequences, since it was made
     num_unsettled: int = 0  # plans behind it that are to be provisional, as a text has turned
 
     def __post_init__(self) -> None:
@@ -84,7 +86,10 @@ class StandingPlan:
                 self.sequences, self.plan, self.again, self.num_unsettled = [], Plan([]), Plan([]), 0
 
     def ends_with_turn(self) -> None:
-        """A text of its sequences has turned: the next plans are to find out how."""
+        """A text of its sequences has turned: if that is a part of them, the next plans are to find out how."""
+        self.num_turned += 1
+        if _OF_MANY * self.num_turned < len(self.sequences):
+            return
         self.good_for, self.num_unsettled = self.age, _UNSETTLED
 
     def is_left_to(self, sequence: Sequence, arrival: Arrival) -> bool:

@@ -29,6 +29,7 @@ _ADVANCE = 0.25  # of its share of a plain step, for a new request, of which not
 # as what passes take is in doubt, more.
 _TO_BEGIN, _TO_GO_ON = 0.05, 0.02
 _DOUBT_TO_BEGIN, _DOUBT_TO_GO_ON = 1 / 3, 1 / 6  # standard deviations
+_HEARD = 2  # steps of a trial, the second of which is the first one that is told
 _EARLY = 0.4  # divided by the square root of the number of outcomes
 _SOON = 4  # steps that a plan is good for, which is to find out what comes of some requests' drafts
 _TOLD_APART = 0.6  # in logits: of less spread, evidence says too little to stop a proposal by
@@ -45,7 +46,7 @@ class AdaptiveController(MeasuringController):
 
     def __init__(self, costs: CostModel, by_evidence: bool = True, looks_back: bool = True, stops: bool = True):
         self.costs = costs
-        self.selects_by_rule = by_evidence and (stops or costs.draft is None)
+        self.selects_by_rule = by_evidence and stops
         self.looks = Looks(costs)
         self.trials = Trials(costs.errors)
         self.looks_back = looks_back
@@ -61,7 +62,6 @@ class AdaptiveController(MeasuringController):
         self._is_drafting = self._was_trial = False
         self.length = PlanLength()
         self.repayment = Repayment(costs)
-        self._unseen: dict[Hashable, int] = {}  # drafts to verify of each sequence, where they come for nothing
 
     def leave_to_device(self, waits: bool) -> None:
         """A device runs rounds by itself: nobody looks back, sees a draft before it is verified, or times a trial; nor
@@ -72,31 +72,19 @@ class AdaptiveController(MeasuringController):
 
     @override
     def plan(self, candidates: Sequence[Candidate], num_steps: int = 1) -> Plan:
-        self.prospects.count_plan()
-        if self._was_trial:  # what it has shown is to be known at once
-            self._was_trial = False
-            self._times.expire()
-            self.prospects.forget()
-            self.decisions.forget()
-        self._times.context = sum([c.context_len for c in candidates]) / len(candidates)
-        nothing = [0] * len(candidates)
+        self._begin_plan(candidates, num_steps)
         looking = LOOKING
         if not self._is_drafting:
             looking = self.prospects.share_of_looking(len(candidates), max(c.most for c in candidates))
         plain_seconds = self._times.of(len(candidates), 0).plain
         self.looks.share = looking
         self.looks.earn(num_steps, plain_seconds)
-        if not looking:
-            self._is_drafting = False
-            return Plan(nothing, num_steps=self.length.of(nothing))
-        if self.costs.draft is None:  # drafts come for nothing
-            if not self.by_evidence:
-                counts = self._depths(self._chances(candidates, self._logits(candidates))).counts
-                self._unseen = {c.sequence: count for c, count in zip(candidates, counts, strict=True)}
-            most = [candidate.most for candidate in candidates]
-            return Plan(most, (), self._lookup_rule(candidates), most, self.length.of(most))
         num_known = len(self._requests)
         logits = self._logits(candidates)
+        if not looking:  # not even certain drafts would pay, if passes take what is thought
+            nothing = [0] * len(candidates)
+            trial = self._trial_of_rows(candidates, logits, num_steps * plain_seconds)
+            return Plan(nothing, num_steps=self.length.of(nothing)) if trial is None else trial
         if num_new := len(self._requests) - num_known:
             self.looks.advance(looking / LOOKING * _ADVANCE * num_new / len(candidates) * plain_seconds)
         counts, rate, deepest, stop_rule = self._decided(candidates, logits)
@@ -105,13 +93,13 @@ class AdaptiveController(MeasuringController):
             speed, expected = rate * plain_seconds / len(candidates), partial(self._expected, candidates, logits)
             proposal_seconds = self.costs.proposal_of_round(len(candidates))
             tried = self.trials.next(counts, speed, num_steps, expected, proposal_seconds)
-        elif not self._is_drafting and self.by_evidence and self.is_timed:
-            tried = self._rows_to_try(candidates, logits, num_steps * plain_seconds)
-        else:
-            tried = None
-        self._was_trial = tried is not None
-        if tried is not None:
-            return Plan(tried, num_steps=TRIAL_STEPS, is_trial=True, tries_rows=not self._is_drafting)
+            if tried is not None:
+                self._was_trial = True
+                return Plan(tried, num_steps=TRIAL_STEPS, is_trial=True)
+        elif not self._is_drafting:
+            trial = self._trial_of_rows(candidates, logits, num_steps * plain_seconds)
+            if trial is not None:
+                return trial
         self.selecting.is_ruled = stop_rule is not None and len(candidates) == 1
         (looks, glances), num_steps = self._look(candidates, deepest), self.length.of(deepest)
         drafting = [self._requests[c.sequence] for c, count in zip(candidates, deepest, strict=True) if count]
@@ -126,24 +114,18 @@ class AdaptiveController(MeasuringController):
 
     @override
     def selects(self) -> bool:
-        if not self.by_evidence:
-            return bool(self._unseen)
-        return not self._was_trial and self.selecting.is_due()  # a trial's passes are to have all of its rows
+        # A trial's passes are to have all of its rows.
+        return self.by_evidence and not self._was_trial and self.selecting.is_due()
 
     @override
     def select(self, sequences: Sequence[Hashable], evidence: Sequence[Sequence[float]]) -> list[int]:
         lengths = list(map(len, evidence))
         num_drafts = sum(lengths)
-        if not num_drafts:
+        if not (num_drafts and self.by_evidence):
             return lengths
-        if not self.by_evidence:  # what was planned before anything was drafted
-            return [min(n, self._unseen.get(s, n)) for n, s in zip(lengths, sequences, strict=True)]
         if not self.selecting.could_gain(times := self._times.of(len(sequences), num_drafts), num_drafts):
             return lengths
-        chances = [
-            self.acceptance.chances_of(self.request(sequence), of_draft) if of_draft else ()
-            for sequence, of_draft in zip(sequences, evidence, strict=True)
-        ]
+        chances = self._chances_of(sequences, evidence)
         proposal = self.costs.proposal_of_round(len(lengths)) + times.drafting(lengths)
         return self.selecting.select(chances, times, proposal, self.costs.drafting_rounds)
 
@@ -176,6 +158,17 @@ class AdaptiveController(MeasuringController):
         if sequence not in self._requests:
             self._requests[sequence] = RequestAcceptance()
         return self._requests[sequence]
+
+    def _begin_plan(self, candidates: Sequence[Candidate], num_steps: int) -> None:
+        self.prospects.count_plan()
+        if self._was_trial:  # what it has shown is to be known at once
+            self._was_trial = False
+            if num_steps < _HEARD:
+                self.trials.was_cut_short()
+            self._times.expire()
+            self.prospects.forget()
+            self.decisions.forget()
+        self._times.context = sum([c.context_len for c in candidates]) / len(candidates)
 
     def _look(self, candidates: Sequence[Candidate], counts: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
         """Whom of these to look back at, and of those whom to glance at, where others have so many drafts."""
@@ -232,10 +225,12 @@ class AdaptiveController(MeasuringController):
         counts, rate = self._depths(chances)
         return rate * self._times.of(len(chances), 0).plain / len(chances) if any(counts) else 0.0
 
-    def _rows_to_try(
-        self, candidates: Sequence[Candidate], logits: Sequence[float], seconds: float
-    ) -> list[int] | None:
-        """So many drafts of each, where it should be found out what passes with drafts take."""
+    def _trial_of_rows(self, candidates: Sequence[Candidate], logits: Sequence[float], seconds: float) -> Plan | None:
+        """So many drafts of each, where it should be found out what passes with drafts take, if that is due; nobody has
+        drafted for so long.
+        """
+        if not (self.by_evidence and self.is_timed) or self.costs.overlaps or self.costs.following is not None:
+            return None  # nobody would listen; and heads would fall behind
         num_seqs = len(candidates)
         counts = self.trials.next_rows(
             num_seqs,
@@ -243,7 +238,11 @@ class AdaptiveController(MeasuringController):
             lambda by: hopeful(*self._expected(candidates, logits), by),
             lambda num_rows: price_of_rows(self.costs, self._times.of(num_seqs, num_rows), num_seqs, num_rows),
         )
-        return None if counts is None else [min(count, c.most) for count, c in zip(counts, candidates, strict=True)]
+        if counts is None:
+            return None
+        self._was_trial = True
+        tried = [min(count, c.most) for count, c in zip(counts, candidates, strict=True)]
+        return Plan(tried, num_steps=TRIAL_STEPS, is_trial=True, tries_rows=True)
 
     def _expected(
         self, candidates: Sequence[Candidate], logits: Sequence[float]
@@ -266,24 +265,19 @@ class AdaptiveController(MeasuringController):
         known = {logit: self.acceptance.chances(logit, most) for logit in set(logits)}
         return [known[logit][: c.most] for c, logit in zip(candidates, logits, strict=True)]
 
+    def _chances_of(self, sequences: Sequence[Hashable], evidence: Sequence[Sequence[float]]) -> list[Sequence[float]]:
+        """Of drafts that have been made, with this evidence."""
+        return [
+            self.acceptance.chances_of(self.request(sequence), of_draft) if of_draft else ()
+            for sequence, of_draft in zip(sequences, evidence, strict=True)
+        ]
+
     def _deeper(self, candidates: Sequence[Candidate], counts: Sequence[int]) -> list[int]:
         """As deep as would pay if evidence turns out well; the stop rule sees to it when it does not."""
         surplus = self.acceptance.spread
         chances = self._chances(candidates, [logit + surplus for logit in self._logits(candidates)])
         hoped = [of if count else () for of, count in zip(chances, counts, strict=True)]
         return list(map(max, counts, self._depths(hoped).counts))
-
-    def _lookup_rule(self, candidates: Sequence[Candidate]) -> StopRule | None:
-        """Of drafts that come for nothing: it keeps about those that were selected lately."""
-        if not self.by_evidence:
-            return None
-        requests, num_seqs = [self.request(c.sequence) for c in candidates if c.most], len(candidates)
-        num_drafts = round(self.selecting.num_drafts * num_seqs)
-        further = 1 + num_drafts // 2
-        times = self._times.of(num_seqs, num_drafts + further)
-        row_seconds = (times.verify[num_drafts + further] - times.verify[num_drafts]) / further
-        rate = self.selecting.speed * num_seqs / times.plain
-        return StopRule.of(self.acceptance, requests, rate * row_seconds, 0.0)
 
     def _stop_rule(
         self, candidates: Sequence[Candidate], counts: Sequence[int], deepest: Sequence[int], rate: float

@@ -12,7 +12,7 @@ from specpaged.speculation.pass_errors import PassErrors
 from specpaged.speculation.pass_seconds import SHOWN, PassSeconds, PassShape, believed
 from specpaged.speculation.surprises import FEWEST, NUM_RECENT, Surprises
 
-_WAIT = 10
+_WAIT, _MOST_WAITS = 10, 16  # times as long as expected; and so often one after another, which is no wait any more
 _NEWTON = 4  # steps, which double the digits that are right
 # Of what a step takes beside its passes, for each round behind the first one. What is there once in a call does not
 # grow beyond so many rounds; what is there for each sequence does.
@@ -80,6 +80,7 @@ class CostModel:
         # of the rest over a straight line, and of the rest that drafts over it.
         self._of_rest: dict[int, Surprises] = defaultdict(Surprises)
         self._of_drafting_rest: dict[int, Surprises] = defaultdict(Surprises)
+        self._num_waits = 0  # in the last steps, one after another
         self._num_plain: Counter[int] = Counter()
         self._num_heard: Counter[int] = Counter()
         self._rest_factors: dict[int, float] = {}
@@ -87,10 +88,10 @@ class CostModel:
 
     def __str__(self) -> str:
         """A line, as the costs are known now."""
-        draft = "" if self.draft is None else f", of the draft {self.draft} ms"
-        draft += "" if self.following is None else f", to follow the target {self.following} ms"
+        draft = "" if self.draft is None else f"; of the draft {self.draft}"
+        draft += "" if self.following is None else f"; to follow the target {self.following}"
         return (
-            f"passes of {' '.join(map(str, SHOWN))} rows {self.target} ms{draft}; "
+            f"passes of {' '.join(map(str, SHOWN))} rows {self.target}{draft}; "
             f"besides, {1e3 * self.proposal(1):.2g} to {1e3 * self.proposal(SHOWN[-1]):.2g} ms a proposal, "
             f"{1e3 * self.rest(1):.2g} to {1e3 * self.rest(SHOWN[-1]):.2g} a step"
         )
@@ -119,7 +120,9 @@ class CostModel:
         if self.hides_host:
             return 0.0
         more_rest = max(0.0, self.drafting_rest(batch_size) - 1.0) * self.rest(batch_size)
-        return self.proposals_per_round * self.seconds_per_proposal + more_rest / self.drafting_rounds
+        # What each sequence adds to a model's proposal, the tables of its passes have: see StepTimes.
+        own = self._own_proposal(batch_size) if self.draft is None else self.seconds_per_proposal
+        return self.proposals_per_round * own + more_rest / self.drafting_rounds
 
     def saved(self, num_seqs: int) -> float:
         """Of a plain step's pass: the less, the more it has to compute beside reading the weights."""
@@ -127,7 +130,8 @@ class CostModel:
 
     def target_seconds(self, shape: PassShape) -> float:
         """Of a target's pass, in a run of others like it."""
-        return self.target.of(shape) - (self.saved(shape.num_seqs) if shape.num_rows == shape.num_seqs else 0.0)
+        seconds = self.target.of(shape)
+        return max(0.5 * seconds, seconds - (self.saved(shape.num_seqs) if shape.num_rows == shape.num_seqs else 0.0))
 
     @property
     def drift(self) -> float:
@@ -195,10 +199,10 @@ class CostModel:
     def observe_rest(self, seconds: float, num_seqs: int = 0, num_rounds: int = 1) -> None:
         """A step without drafts, of so many sequences and rounds, has taken so long beside its passes.
 
-        What is ten times as long as expected was a wait.
+        What is ten times as long as expected was a wait, if it is not so in every step.
         """
         expected = self.rest(num_seqs, num_rounds)
-        if 0 < seconds < _WAIT * expected:
+        if self._is_heard(seconds, expected):
             octave = num_seqs.bit_length()
             self._num_plain[octave] += 1
             self._num_heard[octave] += 1
@@ -215,7 +219,7 @@ class CostModel:
     def _observe_drafting_rest(self, seconds: float, num_seqs: int, num_rounds: int) -> None:
         octave, before = num_seqs.bit_length(), self.drafting_rest(num_seqs)
         expected = before * self.rest(num_seqs, num_rounds)
-        if 0 < seconds < _WAIT * expected:
+        if self._is_heard(seconds, expected):
             self._num_heard[octave] += 1
             self._of_drafting_rest[octave].add(math.log(seconds / expected) - self._of_target.newest)
             factor = self._of_drafting_rest[octave].take_shift()
@@ -224,6 +228,14 @@ class CostModel:
             over_rest = factor * before  # of what was thought of steps without drafts
             after = self._drafting_rests[octave] = max(1.0, over_rest if self._num_plain[octave] >= FEWEST else before)
             self._scale_rest(over_rest / after, num_seqs, num_rounds)  # who drafts does all that others do
+
+    def _is_heard(self, seconds: float, expected: float) -> bool:
+        """Whether what a step took beside its passes says anything of others."""
+        if not (seconds > 0 and expected > 0):
+            return False
+        is_wait = seconds >= _WAIT * expected
+        self._num_waits = self._num_waits + 1 if is_wait else 0
+        return not is_wait or self._num_waits > _MOST_WAITS
 
     def _scale_rest(self, factor: float, num_seqs: int, num_rounds: int) -> None:
         """The rest of a step of so many sequences and rounds takes `factor` times as long as was thought.

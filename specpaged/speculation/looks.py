@@ -26,6 +26,7 @@ class Looks:
         self.costs = costs
         self.credit = costs.target.of_rows(1)  # in advance: at first nothing is known of any drafts
         self.most = _MOST_SAVED * self.credit
+        self._owed = 0.0  # of credit in advance
         self.share = 0.0  # of the time, that goes into looking
         self._earned_since = 0  # steps of the plan that stands, whose share is earned
         self._num_looks = self._num_in_vain = 0
@@ -43,11 +44,19 @@ class Looks:
         else:
             num_steps, self._earned_since = max(0, num_steps - self._earned_since), 0
         self.most = _MOST_SAVED * plain_seconds
-        self.advance(self.share * num_steps * plain_seconds * (_WEARY if self._num_in_vain >= _IN_VAIN else 1.0))
+        earned = self.share * num_steps * plain_seconds * (_WEARY if self._num_in_vain >= _IN_VAIN else 1.0)
+        paid_back = min(self._owed, earned)
+        self._owed -= paid_back
+        self.credit = min(self.most, self.credit + earned - paid_back)
 
     def advance(self, seconds: float) -> None:
-        """More credit, up to what may be saved."""
-        self.credit = min(self.most, self.credit + seconds)
+        """More credit, up to what may be saved, which is earned later: short outputs, which come often, have hardly
+        any.
+        """
+        seconds = min(seconds, self.most - self._owed, self.most - self.credit)
+        if seconds > 0.0:
+            self._owed += seconds
+            self.credit += seconds
 
     def choose(
         self, candidates: Sequence[Candidate], counts: Sequence[int], num_outcomes: Sequence[float]

@@ -116,8 +116,11 @@ class PassSeconds:
         self.expire_table()
 
     def __str__(self) -> str:
-        """'1.2 1.3 2.4 8.1': milliseconds by row counts."""
-        return " ".join(f"{1e3 * self.of_rows(num_rows):.3g}" for num_rows in SHOWN)
+        """'1.2 1.3 2.4 8.1 ms, 0.01 more a sequence, 0.02 more for 1,000 tokens of KV': by row counts."""
+        of_rows = " ".join(f"{1e3 * self.of_rows(num_rows):.3g}" for num_rows in SHOWN)
+        per_token = self.per_kv_token + self.per_row_and_kv_token  # of a row of each sequence
+        more = [(1e3 * self.per_sequence, "a sequence"), (1e6 * per_token, "for 1,000 tokens of KV")]
+        return f"{of_rows} ms" + "".join(f", {ms:.2g} more {what}" for ms, what in more if ms > 0)
 
     def as_list(self) -> list:
         """The arguments that make another one like it."""

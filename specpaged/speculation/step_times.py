@@ -38,7 +38,8 @@ class StepTimes:
         rows = target.table(batch_size + most_drafts)
         per_row = context * target.per_row_and_kv_token
         of_sequences = target.of_sequences(batch_size, context)
-        plain = rows[batch_size] + batch_size * per_row + of_sequences - costs.saved(batch_size)
+        plain = rows[batch_size] + batch_size * per_row + of_sequences
+        plain = max(0.5 * plain, plain - costs.saved(batch_size))
         if not costs.hides_host:
             plain += costs.rest(batch_size, costs.plain_rounds) / costs.plain_rounds
             of_sequences += costs.rest(batch_size, costs.drafting_rounds) / costs.drafting_rounds

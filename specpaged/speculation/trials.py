@@ -23,6 +23,7 @@ class _Turns:
     """Of one kind of trial: the first one after so many steps that draft, and each time twice as many."""
 
     def __init__(self, first: int):
+        self._first = first
         self._num_untried, self._every = 0, first
 
     def pass_by(self, num_steps: int) -> bool:
@@ -33,6 +34,10 @@ class _Turns:
     def take(self) -> None:
         """It was this one's turn."""
         self._num_untried, self._every = 0, min(_LATER, 2 * self._every)
+
+    def repeat(self) -> None:
+        """It was cut short: it is due again as soon as it was."""
+        self._every = max(self._first, self._every // 2)
 
     def put_off(self) -> None:
         """It was, and there was nothing to try."""
@@ -50,6 +55,7 @@ class Trials:
     def __init__(self, errors: PassErrors):
         self.errors = errors
         self._of_fewer, self._of_more = _Turns(_FIRST), _Turns(2 * _FIRST)
+        self._last: _Turns | None = None  # whose turn it was
         self._halves = False  # whether the last one of fewer was not of none
         self._credit = self._price = 0.0  # seconds for trials of rows, and what the next one takes
         self._seen: set[int] = set()  # octaves of batch sizes that there were
@@ -69,16 +75,27 @@ class Trials:
         `expected` says what comes of all drafts that there could be, and what steps with them take; a proposal takes
         `proposal_seconds` beside its passes.
         """
+        self._last = None
         fewer_is_due, more_is_due = self._of_fewer.pass_by(num_steps), self._of_more.pass_by(num_steps)
         if fewer_is_due:
             if (tried := self._fewer(counts, speed)) is not None:
-                self._of_fewer.take()
+                self._take(self._of_fewer)
                 return tried
             self._of_fewer.put_off()
         if more_is_due:
-            self._of_more.take()
+            self._take(self._of_more)
             return self._more(counts, *expected(), proposal_seconds)
         return None
+
+    def was_cut_short(self) -> None:
+        """Of the last one nothing was heard: the sequences changed in its first steps."""
+        if self._last is not None:
+            self._last.repeat()
+            self._last = None
+
+    def _take(self, turns: _Turns) -> None:
+        turns.take()
+        self._last = turns
 
     def _fewer(self, counts: Sequence[int], speed: float) -> list[int] | None:
         """By turns half of the drafts and no drafts, as long as it is in doubt whether they gain anything."""
@@ -155,7 +172,7 @@ def _best(
     plain_seconds: float,
     proposal_seconds: float = 0.0,
 ) -> list[int]:
-    passes = (times.first, times.later)
+    passes = (times.first, times.later) if times.later else ()
     return select(
         chances, verify_seconds, passes, proposal_seconds=proposal_seconds, plain_seconds=plain_seconds
     ).counts

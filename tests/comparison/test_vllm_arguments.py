@@ -47,6 +47,9 @@ def test_each_method_has_vllms_words(config, expected, options):
     ("config", "message"),
     [
         ({"method": ["ngram", "suffix"]}, r"method=\['ngram', 'suffix'\] without a model; allowed there: one of them"),
+        ({"model": "a/draft", "kv_window": 64}, "kv_window=64; allowed there: the default"),
+        ({"model": "a/draft", "device": "cuda:1"}, "device='cuda:1'; allowed"),
+        ({"model": "a/draft", "verification": "rejection"}, "verification='rejection'; allowed"),
         ({"method": ["ngram", "draft_model"], "prompt_lookup_max": 3}, "prompt_lookup_min=3 beside a model; allowed"),
     ],
 )

@@ -10,6 +10,8 @@ import torch
 
 from specpaged.engine import cost_probe, probed_passes
 from specpaged.engine.cost_probe import guessed_costs, measured_costs, probe
+from specpaged.engine.pass_timer import Shape, sequences
+from specpaged.engine.probed_passes import ProbedDrafter, proposal
 from specpaged.speculation.pass_seconds import PassShape
 from tests.engine.test_engine import make_llm
 from tests.heads_world import heads_llm
@@ -42,6 +44,24 @@ def test_without_time_two_row_counts_are_measured(pair):
     costs = probe(*pair, 600, budget=0.0)
     is_sound(costs)
     assert costs.target.num_rows == [1, 8]
+
+
+def test_of_a_model_whose_passes_take_long_the_others_are_guessed(pair, monkeypatch, tmp_path):
+    """And nothing is kept: the next time the machine may be another."""
+    monkeypatch.setenv("SPECPAGED_CACHE", str(tmp_path))
+    monkeypatch.setattr(cost_probe, "LONGEST", 0.0)
+    assert measured_costs(*pair, 40).as_dict() == guessed_costs(*pair).as_dict()
+    assert not list(tmp_path.glob("costs-*"))
+
+
+def test_where_graphs_are_captured_no_proposal_is_timed_in_which_that_is_done(pair):
+    target, draft = pair
+    drafter, calls = ProbedDrafter(draft, target), []
+    drafter.propose = lambda rows, num_drafts: calls.append(num_drafts)
+    for drafter.captures in (False, True):
+        proposal(drafter, sequences(draft, Shape(1, 1)), 3)
+        assert calls == [3, 3] if drafter.captures else [3]
+        calls.clear()
 
 
 @pytest.mark.parametrize("method", ["eagle3", "clover"])
@@ -119,7 +139,7 @@ def test_what_a_pass_of_one_row_saves_in_a_run_of_others_is_told_from_one_behind
         num_since = 0
         return 1e-4
 
-    monkeypatch.setattr(probed_passes, "_forward", forward)
+    monkeypatch.setattr(probed_passes, "forward", forward)
     monkeypatch.setattr(probed_passes, "proposal", proposal)
     monkeypatch.setattr(probed_passes, "sequences", lambda *_: [])
     target = SimpleNamespace(model=SimpleNamespace(device=torch.device("cpu")))

@@ -18,6 +18,7 @@ from specpaged.speculation.controller import Plan
 from specpaged.speculation.stop_rule import StopRule
 from tests import toys
 from tests.engine.test_engine import generate, make_llm, token_ids
+from tests.heads_world import heads_llm, plain_llm
 
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=40, ignore_eos=True),
@@ -138,25 +139,73 @@ class Outspoken:
         ("draft_model", {"kv_cache_memory_bytes": 1024 * 16 * 12, "max_model_len": 96}),  # preempted
         ("draft_model", {"enable_prefix_caching": True}),
         ("ngram", {}),
+        ("suffix", {}),
+        ("custom", {}),
     ],
-    ids=["draft model", "chunks", "preemption", "prefix cache", "ngram"],
+    ids=["draft model", "chunks", "preemption", "prefix cache", "ngram", "suffix", "custom"],
 )
 def test_outputs_do_not_depend_on_what_is_decided(toy_pair, seed, method, arguments):
     prompts = [{"prompt_token_ids": [7, 8, 9] * 6}, *toys.prompts(len(PARAMS) - 1, seed=seed)]
     expected = token_ids(generate(make_llm(toy_pair, k=0), prompts, [as_plain(params) for params in PARAMS]))
     speculative = {"num_speculative_tokens": "auto"}
-    if method == "ngram":
-        speculative |= {"method": "ngram", "model": None}
+    of_model = method == "draft_model"
+    if not of_model:
+        speculative |= {"method": method, "model": None}
+    if method == "custom":
+        speculative["drafter"] = "tests.drafting.test_custom:Repeats"
     llm = make_llm(toy_pair, speculative=speculative, **arguments)
-    whim = with_whim(llm, seed, looks_back=method != "ngram")
+    whim = with_whim(llm, seed, **({} if of_model else {"looks_back": False, "num_steps": (1, 1, 3)}))
     for _ in range(2):  # the second time, prompts may be found in the cache
         assert token_ids(generate(llm, prompts, PARAMS)) == expected
     assert llm.metrics.draft_tokens > 0
     assert llm.metrics.failed_steps == llm.metrics.failed_proposals == 0
     assert whim.outcomes
-    assert (whim.num_looks > 0 and whim.num_looks_again > 0) or method == "ngram"
+    assert (whim.num_looks > 0 and whim.num_looks_again > 0) or not of_model
     assert whim.num_rules > 0
     assert whim.num_trials > 0
+
+
+@pytest.mark.parametrize("method", ["eagle3", "clover"])
+def test_nor_do_they_with_heads(target, heads, method):
+    prompts = toys.prompts(len(PARAMS), seed=2)
+    expected = token_ids(generate(plain_llm(target), prompts, [as_plain(params) for params in PARAMS]))
+    llm = heads_llm(target, method, heads[method], "auto")
+    whim = Whim(7, looks_back=False)
+    llm.engine.speculative_step.planner = DraftPlanner(Outspoken(whim), follows_target=True)
+    assert token_ids(generate(llm, prompts, PARAMS)) == expected
+    assert llm.metrics.draft_tokens > 0
+    assert llm.metrics.failed_steps == llm.metrics.failed_proposals == 0
+    assert whim.outcomes
+
+
+def test_ranks_that_plan_unlike_one_another_all_do_what_the_first_one_has_planned(toy_pair):
+    """What it has said is said again to one that decides, and selects, by another whim."""
+    prompts = toys.prompts(len(PARAMS))
+    expected = token_ids(generate(make_llm(toy_pair, k=0), prompts, [as_plain(params) for params in PARAMS]))
+    agreed, counts = [], []
+    for seed in (1, 2):
+        llm = make_llm(toy_pair, speculative={"num_speculative_tokens": "auto"})
+        whim, heard = with_whim(llm, seed), iter(agreed)
+        if seed == 1:
+            llm.engine.speculative_step.agree = lambda said: agreed.append([list(of) for of in said]) or agreed[-1]
+        else:
+            llm.engine.speculative_step.agree = lambda said, heard=heard: next(heard)
+        assert token_ids(generate(llm, prompts, PARAMS)) == expected
+        assert llm.metrics.failed_steps == llm.metrics.failed_proposals == 0
+        counts.append((llm.metrics.draft_tokens, llm.metrics.steps))
+        assert whim.num_trials > 0
+    assert next(heard, None) is None
+    assert counts[0] == counts[1]
+    assert any(said[-1] == [1] and any(said[0]) for said in agreed if len(said) == 5), "none tried rows"
+
+
+@pytest.mark.parametrize("method", ["draft_model", "ngram"])
+@pytest.mark.parametrize("verification", ["coupled", "rejection"])
+def test_under_rejection_nothing_is_decided_by_what_was_drawn(toy_pair, method, verification):
+    speculative = {"num_speculative_tokens": "auto", "verification": verification, "method": method}
+    speculative |= {} if method == "draft_model" else {"model": None}
+    controller = make_llm(toy_pair, speculative=speculative).engine.speculative_step.planner.controller
+    assert controller.by_evidence == (verification == "coupled")
 
 
 @pytest.mark.parametrize("speculative", [{"num_speculative_tokens": "auto"}, {"selection": "tetris"}], ids=str)
@@ -248,20 +297,48 @@ def test_a_controller_is_told_what_passes_proposals_and_steps_without_drafts_tak
     assert sum(spent) < wall
 
 
-@pytest.mark.parametrize(("temperature", "deepest"), [(0.0, 4), (0.9, 1)])
-def test_plans_that_are_deep_for_the_sake_of_a_rule_are_not_where_nobody_asks_it(toy_pair, temperature, deepest):
-    """Sampled drafts are made without it."""
+@pytest.mark.parametrize(("temperature", "looks", "deepest"), [(0.0, False, 4), (0.9, False, 1), (0.0, True, 1)])
+def test_plans_that_are_deep_for_the_sake_of_a_rule_are_not_where_nobody_asks_it(toy_pair, temperature, looks, deepest):
+    """Sampled drafts are made without it, and all where somebody sampled looks back beside them."""
     llm = make_llm(toy_pair, speculative={"num_speculative_tokens": "auto"})
     whim, lengths = Whim(1), []
-    never = StopRule(1.0, [0.0] * 16, [0.0] * 3, [1.0] * 3, -1.0, 0.0)
-    whim.plan = lambda candidates, num_steps: Plan([4] * len(candidates), (), never, [1] * len(candidates))
+
+    def plan(candidates, num_steps):
+        counts = [4] * len(candidates)
+        if looks and len(counts) > 1:
+            counts[-1] = 0
+        num_rows = sum(map(bool, counts))
+        never = StopRule(1.0, [0.0] * 16, [0.0] * num_rows, [1.0] * num_rows, -1.0, 0.0)
+        return Plan(counts, [len(counts) - 1] if num_rows < len(counts) else (), never, [int(k > 0) for k in counts])
+
+    whim.plan = plan
     whim.selects = lambda: True
     whim.select = lambda sequences, evidence: lengths.extend(map(len, evidence)) or [*map(len, evidence)]
     llm.engine.speculative_step.planner = planner_of(whim)
-    generate(llm, toys.prompts(3), SamplingParams(max_tokens=12, temperature=temperature, ignore_eos=True))
+    temperatures = [temperature, temperature, 0.9 if looks else temperature]
+    params = [SamplingParams(max_tokens=12, temperature=of, seed=1, ignore_eos=True) for of in temperatures]
+    generate(llm, toys.prompts(3), params)
     assert max(lengths) == deepest
 
 
+def test_a_rule_is_asked_of_those_who_draft_though_one_more_was_to(toy_pair):
+    """The first one has no room, as it ends with its next token: nobody's drafts are longer for that."""
+    llm = make_llm(toy_pair, speculative={"num_speculative_tokens": "auto"})
+    whim, lengths = Whim(1), []
+    at_once = StopRule(1.0, [0.0] * 16, [0.0] * 3, [1.0] * 3, 0.0, 9.0)
+    whim.plan = lambda candidates, num_steps: Plan(
+        [4] * len(candidates), (), at_once.of_rows(range(len(candidates))), [4] * len(candidates)
+    )
+    whim.selects = lambda: True
+    whim.select = lambda sequences, evidence: lengths.append([*map(len, evidence)]) or lengths[-1]
+    llm.engine.speculative_step.planner = planner_of(whim)
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (2, 12, 12)]
+    generate(llm, toys.prompts(3), params)
+    assert [0, 1, 1] in lengths
+    assert max(map(max, lengths)) == 1
+
+
+@pytest.mark.controllers_may_fail
 def test_nobody_fails_for_a_controller_that_does(toy_pair, monkeypatch, caplog):
     prompts = toys.prompts(4)
     expected = token_ids(generate(make_llm(toy_pair, k=0), prompts, PARAMS[0]))

@@ -35,6 +35,16 @@ def test_a_plan_that_goes_on_without_somebody_looks_at_nobody():
     assert (standing.plan.looks_back, standing.plan.glances, standing.again.glances) == ((), (), ())
 
 
+@pytest.mark.parametrize(("num_seqs", "fewest"), [(1, 1), (8, 1), (9, 2), (64, 8)])
+def test_a_plan_ends_when_a_part_of_its_texts_has_turned(num_seqs, fewest):
+    standing = StandingPlan(list(range(num_seqs)), Plan([1] * num_seqs), 0, 9)
+    for _ in range(fewest):
+        assert standing.holds_for(list(range(num_seqs)))
+        standing.ends_with_turn()
+    assert not standing.holds_for(list(range(num_seqs)))
+    assert standing.num_unsettled > 0
+
+
 def stands_for_one_alone(arrival: Arrival, plan: Plan) -> StandingPlan:
     """Six of nine steps into a plan for "a", which has ended."""
     standing = StandingPlan(["a"], plan, 0, 9, arrival)

@@ -21,7 +21,8 @@ def costs(draft: float | None) -> CostModel:
     """Of a target that is bound by bytes up to ten rows, and a draft that takes `draft` of it; None: prompt lookup."""
     seconds = [PLAIN_SECONDS * max(1.0, 0.4 + 0.06 * n) for n in NODES]
     passes = None if draft is None else PassSeconds(NODES, [draft * s for s in seconds])
-    return CostModel(PassSeconds(NODES, seconds), passes, 0.05 * PLAIN_SECONDS, 0.1 * PLAIN_SECONDS)
+    proposal = 0.0 if draft is None else 0.05 * PLAIN_SECONDS
+    return CostModel(PassSeconds(NODES, seconds), passes, proposal, 0.1 * PLAIN_SECONDS)
 
 
 def knowing(controller: AdaptiveController) -> AdaptiveController:
@@ -132,8 +133,7 @@ class Simulation:
                 verified[i] = plan.stop_rule.num_worth(evidence[i], row)
         elif controller.selects():
             verified = controller.select(range(num_seqs), evidence)
-        if self.draft is not None:
-            self.propose(plan, rows_of_passes)
+        self.propose(plan, rows_of_passes)
         num_rows = num_seqs + sum(verified)
         self.spend(
             self.truth.target.of(PassShape(num_rows, num_seqs)),
@@ -180,7 +180,7 @@ class Simulation:
             self.controller.observe_outcomes(i, num_stood, num_looked - num_stood)
 
     def draft_seconds(self, num_rows: int) -> float:
-        return self.truth.draft.of(PassShape(num_rows, num_rows))
+        return 0.0 if self.draft is None else self.truth.draft.of(PassShape(num_rows, num_rows))
 
     def spend(self, seconds: float, observe: Callable[[float], None]) -> None:
         seconds *= self.noise(self.rng)

@@ -10,6 +10,7 @@ from specpaged.speculation.adaptive import AdaptiveController
 from specpaged.speculation.controller import GLANCE, Candidate
 from specpaged.speculation.cost_model import CostModel
 from specpaged.speculation.looks import Looks
+from specpaged.speculation.lookups import LookupController
 from specpaged.speculation.pass_seconds import PassSeconds
 from specpaged.speculation.prospects import LOOKING
 from specpaged.speculation.stop_rule import StopRule
@@ -25,7 +26,7 @@ def earn(looks: Looks, seconds: float, most: float) -> None:
 
 
 def simulate(draft, acceptance, num_seqs, **arguments):
-    controller = AdaptiveController(costs(draft))
+    controller = (LookupController if draft is None else AdaptiveController)(costs(draft))
     return Simulation(controller, num_seqs, acceptance, draft, **arguments)
 
 
@@ -139,6 +140,19 @@ def test_the_share_of_steps_between_plans_is_earned_once():
     assert looks.credit == pytest.approx(0.74e-3)
 
 
+def test_what_new_requests_have_in_advance_is_earned_later_however_short_they_are():
+    """Of eight tokens each, one at a time: a quarter of a plain step for each would be 3 % of the time."""
+    looks = Looks(costs(0.15))
+    looks.credit, looks.share, looks.most = 0.0, 0.01, 4e-3
+    given = 0.0
+    for _ in range(1000):
+        for earn_some in (lambda: looks.advance(0.25e-3), lambda: looks.earn(8, 1e-3)):
+            looks.credit = 0.0  # it is spent
+            earn_some()
+            given += looks.credit
+    assert 0.8 * 0.01 * 8 <= given <= 0.01 * 8 + looks.most
+
+
 @pytest.mark.parametrize(("drafts", "num_seqs"), [((0.15, 0.25, 0.4), (1, 1, 1)), ((0.05, 0.05, 0.05), (1, 8, 16))])
 def test_the_less_certain_drafts_would_gain_the_less_time_goes_into_looking(drafts, num_seqs):
     shares = [
@@ -165,9 +179,12 @@ def test_costs_that_were_probed_wrongly_are_found_out():
     assert simulation.tokens_per_second(500) >= 0.97 * of_fixed(0, 0.4, lambda i, n: 0.3, 4)
 
 
-@pytest.mark.parametrize("num_seqs", [6, 8])
+@pytest.mark.parametrize("num_seqs", [6, 8, 16])
 def test_rows_that_were_probed_as_too_dear_are_found_out_though_nobody_drafts(num_seqs):
-    """As where a host takes the weights out of the caches: a plain pass takes longer, one with more rows hardly so."""
+    """As where a host takes the weights out of the caches: a plain pass takes longer, one with more rows hardly so.
+
+    With 16 sequences not even certain drafts would pay, if passes took that.
+    """
     probed = costs(0.05)
     probed.target.seconds = [s * (1 + 0.06 * n) for n, s in zip(NODES, probed.target.seconds, strict=True)]
     simulation = simulate(0.05, lambda i, n: 0.8, num_seqs)
@@ -298,7 +315,7 @@ def test_what_nobody_looked_for_is_not_spent_at_once_later():
 @pytest.mark.parametrize("acceptance", [0.05, 0.9])
 def test_prompt_lookup_under_rejection_verifies_what_past_outcomes_say(acceptance):
     """All is proposed, as it costs nothing; how much is verified was known before."""
-    controller = AdaptiveController(costs(None), by_evidence=False, looks_back=False)
+    controller = LookupController(costs(None), by_evidence=False)
     simulation = Simulation(controller, 16, lambda i, n: acceptance, None)
     speed = simulation.tokens_per_second(STEPS)
     assert simulation.num_draft_tokens == 8 * 16 * STEPS
@@ -313,6 +330,42 @@ def test_prompt_lookup_verifies_what_its_evidence_says():
     assert speed >= 1.0 * of_fixed(0, None, lambda i, n: 0.1, 16)
     assert simulation.num_verified < 0.3 * simulation.num_draft_tokens
     assert simulation.num_tokens[0] > 1.3 * simulation.num_tokens[1]
+
+
+@pytest.mark.parametrize("by_evidence", [True, False])
+@pytest.mark.parametrize("num_seqs", [1, 8])
+def test_a_drafter_without_a_model_that_takes_long_and_is_seldom_right_is_hardly_asked(num_seqs, by_evidence):
+    """A proposal takes 0.4 of a plain step, at first unknown; from some token on its drafts stand."""
+    change = 1500
+    controller = LookupController(costs(None), by_evidence)
+    controller.costs.seconds_per_proposal = 0.01 * PLAIN_SECONDS
+
+    def simulated(controller):
+        simulation = Simulation(controller, num_seqs, lambda i, n: 0.1 if n < change else 0.9, None)
+        simulation.truth.seconds_per_proposal = 0.4 * PLAIN_SECONDS
+        return simulation
+
+    simulation, plain = simulated(controller), simulated(Fixed(0))
+    assert simulation.tokens_per_second(1000) >= 0.97 * plain.tokens_per_second(100)
+    assert simulation.tokens_per_second(300) >= 0.98 * plain.tokens_per_second(100)
+    while min(simulation.num_tokens) < change + (250 if by_evidence else 1000):
+        simulation.step()
+    fixed = simulated(Fixed(8))
+    fixed.num_tokens = [change] * num_seqs
+    assert simulation.tokens_per_second(200) >= 0.9 * fixed.tokens_per_second(200)
+
+
+def test_a_lookup_that_takes_next_to_nothing_is_asked_in_every_step_and_a_drafter_that_finds_nothing_is_not():
+    for seconds, nothing, asked in ((0.0, False, 1.0), (0.01, False, 1.0), (0.4, True, 0.1)):
+        simulation = simulate(None, lambda i, n: 0.3, 4, most=0 if nothing else 8)
+        simulation.controller.costs.seconds_per_proposal = seconds * PLAIN_SECONDS
+        plans = [simulation.controller.plan([Candidate(i, 8) for i in range(4)], 1)]
+        for _ in range(400):
+            if any(plans[-1].num_draft_tokens) and simulation.controller.selects():
+                simulation.controller.select(range(4), [[] if nothing else [3.0]] * 4)
+            plans.append(simulation.controller.plan([Candidate(i, 8) for i in range(4)], 1))
+        share = sum(any(plan.num_draft_tokens) and not plan.tries_rows for plan in plans) / len(plans)
+        assert share == 1.0 if asked == 1.0 else 0 < share < asked
 
 
 @pytest.mark.parametrize("draft", [None, 0.05])

@@ -110,6 +110,27 @@ def test_long_waits_are_no_part_of_a_step():
     assert model.seconds_per_step == pytest.approx(0.05, rel=0.1)
 
 
+def test_what_is_so_in_every_step_is_no_wait():
+    model = CostModel(PassSeconds(NODES, known()), seconds_per_step=0.05)
+    for _ in range(200):
+        model.observe_target(PassShape(1, 1), known()[0])
+        model.observe_rest(1.0)
+    assert model.seconds_per_step == pytest.approx(1.0, rel=0.1)
+
+
+def test_a_pass_takes_time_whatever_was_thought_to_be_saved():
+    """Learned costs of one row may fall below that."""
+    model = CostModel(PassSeconds([1, 8], [0.1, 0.2]), seconds_saved=0.5)
+    assert model.target_seconds(PassShape(1, 1)) > 0
+    assert StepTimes.of(model, 1, 4, 0.0).plain > 0
+
+
+def test_a_report_of_costs_says_what_sequences_and_kv_take():
+    passes = PassSeconds([1, 8], [1e-3, 2e-3], per_sequence=1e-5, per_kv_token=2e-7)
+    assert str(passes) == "1 2 5.43 19.1 ms, 0.01 more a sequence, 0.2 more for 1,000 tokens of KV"
+    assert str(PassSeconds([1, 8], [1e-3, 2e-3])) == "1 2 5.43 19.1 ms"
+
+
 @pytest.mark.parametrize("waits", [False, True])
 def test_what_a_step_takes_more_when_it_drafts_is_on_the_proposals_account(waits):
     """Of 8 sequences a plain step takes 0.09 beside its pass; one that drafts 0.15, and 0.3 in proposing."""

@@ -44,6 +44,32 @@ def test_no_other_set_brings_more_tokens_a_second(chances, steps):
     assert rate == pytest.approx(best, rel=1e-12)
 
 
+@given(
+    chances=chances_of_a_batch(), steps=st.lists(st.sampled_from([0.0, 0.1, 1.0, 3.0]), min_size=17, max_size=17),
+    a_pass=st.sampled_from([0.0, 0.4, 2.0]), row=st.sampled_from([0.0, 0.2]), proposal=st.sampled_from([0.0, 1.0]),
+    plain=st.sampled_from([None, 4.0]), overlaps=st.booleans(),
+)  # fmt: skip
+def test_no_other_set_of_drafts_that_are_still_to_be_made_brings_more_tokens_a_second(
+    chances, steps, a_pass, row, proposal, plain, overlaps
+):
+    verify = [5.0 + sum(steps[:n]) for n in range(17)]
+
+    def rate_with(counts):
+        tokens = len(chances) + sum(sum(of[:count]) for of, count in zip(chances, counts, strict=True))
+        if plain is not None and not any(counts):
+            return tokens / plain
+        drafting = proposal + a_pass * max(counts) + row * sum(counts)
+        at_once = overlaps and any(counts)
+        return tokens / (max(verify[sum(counts)], drafting) if at_once else verify[sum(counts)] + drafting)
+
+    draft_seconds = [[0.0] + [a_pass + row * n for n in range(1, 5)]]
+    times = {"proposal_seconds": proposal, "plain_seconds": plain, "overlaps": overlaps}
+    chosen, rate = select(chances, verify, draft_seconds, **times)
+    best = max(map(rate_with, product(*(range(len(of) + 1) for of in chances))))
+    assert rate == pytest.approx(rate_with(chosen), rel=1e-12)
+    assert rate == pytest.approx(best, rel=1e-12)
+
+
 def test_the_worked_example_of_select():
     chances = [[0.9, 0.5], [0.6], []]
     assert select(chances, [(10 + n) / 1000 for n in range(4)]) == ([2, 1, 0], pytest.approx(5 / 0.013))

@@ -74,6 +74,28 @@ def test_drafts_of_a_trial_are_verified_whole():
     assert selects == {True: {False}, False: {True}}
 
 
+def test_a_trial_of_which_nothing_was_heard_comes_again_as_soon():
+    trials = Trials(costs(0.15).errors)
+    found = []
+    for step in range(200):
+        if trials.next([4, 1, 0], 1.02, 1, lambda: expected(9.0, 6)) is not None:
+            found.append(step)
+            if len(found) < 4:
+                trials.was_cut_short()
+    assert [later - step for step, later in zip([-1, *found], found, strict=False)] == [16, 16, 16, 16, 32, 64]
+
+
+def test_a_controller_takes_a_trial_to_be_cut_short_if_it_is_asked_again_before_anything_was_heard():
+    for num_steps, num_cut in ((1, True), (2, False)):
+        controller = knowing(AdaptiveController(costs(0.15)))
+        cut = []
+        controller.trials.was_cut_short = lambda cut=cut: cut.append(True)
+        was_trial = False
+        for _ in range(60):
+            was_trial = controller.plan([Candidate(i, 8) for i in range(6)], num_steps if was_trial else 1).is_trial
+        assert bool(cut) == num_cut
+
+
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_among_halves_where_nobody_listens_no_trial_is_asked_for(overlaps):
     controller = knowing(AdaptiveController(costs(0.15)))
