@@ -11,7 +11,7 @@ _OF_LOOKUPS = {"prompt_lookup_min": DEFAULT_PROMPT_LOOKUP, "prompt_lookup_max": 
 _OF_LOOKUPS |= {name: default for name, (default, _) in SUFFIX_DECODING.items()}
 _OF_MODELS = {f.name: f.default for f in fields(SpeculativeConfig) if f.name in ("numerics", "kv_cache_dtype")}
 
-_OURS_ALONE = {
+_OURS_ALONE = {  # settings that vLLM has no place for
     f.name: f.default
     for f in fields(SpeculativeConfig)
     if f.name in ("device", "kv_cache_memory_bytes", "kv_window", "verification")
@@ -26,7 +26,8 @@ def vllm_arguments(speculative: SpeculativeConfig, num_speculative_tokens: int) 
         ValueError: vLLM has no words for that.
     """
     lookups, method = speculative.lookups, speculative.model_method
-    for name, value in _said(speculative, _OURS_ALONE).items():
+    if ours := _said(speculative, _OURS_ALONE):
+        (name, value), *_ = ours.items()
         raise ValueError(f"vLLM has no words for {name}={value!r}; allowed there: the default")
     if method is None and len(lookups) > 1:
         raise ValueError(

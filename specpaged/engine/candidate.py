@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as SequenceOf
 
+from specpaged.engine.calls import may_be_in_one_call
 from specpaged.engine.sequence import Sequence
+from specpaged.engine.standing_plan import Arrival
 from specpaged.paging.page_table import DRAFT
 from specpaged.speculation.controller import GLANCE, Candidate
+from specpaged.speculation.decisions import ALIKE
 
 
 def candidate_of(sequence: Sequence, follows_target: bool) -> Candidate:
@@ -15,6 +19,18 @@ def candidate_of(sequence: Sequence, follows_target: bool) -> Candidate:
     most, left = sequence.max_draft_tokens, num_left(sequence)
     may_glance = lag > GLANCE and bool(glanced_blocks(sequence))
     return Candidate(sequence, most, lag, unseen, sequence.num_tokens, left, may_glance)
+
+
+def arrival_of(sequences: SequenceOf[Sequence], follows_target: bool) -> Arrival | None:
+    """Of one that has just come, alone."""
+    if len(sequences) != 1 or len(sequences[0].output_token_ids) > 1:
+        return None
+    (sequence,) = sequences
+    lag, left = (1, None) if follows_target else (draft_lag(sequence), num_left(sequence))
+    if lag <= 1 or left is None:  # who has not to catch up has nothing to repay
+        left = math.inf
+    kind = sequence.max_draft_tokens, sequence.num_tokens // ALIKE, may_be_in_one_call(sequence)
+    return Arrival(lag, left, kind)
 
 
 def glanced_blocks(sequence: Sequence) -> SequenceOf[int]:

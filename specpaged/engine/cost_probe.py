@@ -38,7 +38,7 @@ from specpaged_kernels.cpu.build import cache_folder
 logger = logging.getLogger("specpaged")
 
 BUDGET = 2.0  # seconds that a probe may take
-LONGEST = BUDGET / 8  # that the first pass may, for there to be one
+LONGEST = BUDGET / 8  # that a pass of one row may, for there to be one
 _SWEEPS = 40
 _FEW = 8  # sequences, whose proposals take a time that hardly depends on how many they are
 # Besides the passes, until it has been seen: of a step and each of its sequences, of a proposal and each of those.
@@ -77,7 +77,7 @@ def get_planner(
     if draft is not None:
         controller = AdaptiveController(costs, by_evidence, drafter.looks_back, drafter.stops)
     elif len(speculative.methods) == 1:
-        controller = LookupController(costs, by_evidence)
+        controller = LookupController(costs, by_evidence, follows)
     if len(speculative.methods) > 1:
         controller = CombinedController(costs, len(speculative.lookups), controller, follows)
     return DraftPlanner(controller, follows, gives_up=may_probe)
@@ -94,7 +94,9 @@ def measured_costs(target: ModelRunner, draft: ModelRunner | None, most_rows: in
     if path is not None:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             return CostModel.of_dict(json.loads(path.read_text()))
-    if (seconds := forward(target, sequences(target, Shape(1, 1)))) > LONGEST:
+    one_row = sequences(target, Shape(1, 1))
+    seconds = forward(target, one_row)  # there may be something to build, and weights to read
+    if seconds > LONGEST and (seconds := forward(target, one_row)) > LONGEST:
         logger.info("a pass takes %.1f s: what others take is guessed, until it has been seen", seconds)
         return guessed_costs(target, draft)
     costs = probe(target, draft, most_rows, BUDGET)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from operator import eq, gt
 
 from specpaged.drafting.draft import NO_DRAFT, Draft, evidence_of
 from specpaged.engine.call_length import CallLength
-from specpaged.engine.calls import Calls, may_be_in_one_call
-from specpaged.engine.candidate import candidate_of, draft_lag, num_left
+from specpaged.engine.calls import Calls
+from specpaged.engine.candidate import arrival_of, candidate_of
 from specpaged.engine.chore import Chore
 from specpaged.engine.followers import Followers
 from specpaged.engine.outcomes import Outcomes
@@ -19,7 +18,6 @@ from specpaged.engine.standing_plan import Arrival, StandingPlan
 from specpaged.engine.step_clock import OFTEN, StepClock, ask
 from specpaged.speculation.controller import Controller, Plan
 from specpaged.speculation.cost_model import CostModel
-from specpaged.speculation.decisions import ALIKE
 from specpaged.speculation.lookup_choice import LookupChoice
 from specpaged.speculation.stop_rule import StopRule
 
@@ -49,6 +47,7 @@ class DraftPlanner:
         self.followers = Followers() if follows_target and gives_up else None  # ranks have to give up the same ones
         self.clock = StepClock(controller, follows_target)
         self._looking, self._planning, self._looking_again = Chore(*_LOOKING), Chore(*_PLANNING), Chore(*_LOOKING_AGAIN)
+        self._observe_proposed = getattr(controller, "observe_proposed", None)  # of whom asks a drafter without a model
         self._standing = StandingPlan()
         self._half: int | None = None  # whose plan it is, where batches go by halves
         self._others: dict[int, StandingPlan] = {}  # the other half's
@@ -65,7 +64,7 @@ class DraftPlanner:
 
     @property
     def _models_draft(self) -> bool:
-        """Whether drafts are such as turns are followed of: lookups' come for nothing, whatever the text."""
+        """Whether drafts are such as turns are followed of: what others find is asked for whatever the text."""
         return getattr(self.costs, "draft", None) is not None
 
     @property
@@ -107,7 +106,7 @@ class DraftPlanner:
             if self._standing.looks_in > 0:
                 return self._standing.again
             return self.clock.leave_out(self._looking_again, self._look_again)
-        arrival = self._arrival(sequences) if self.clock.num_steps > OFTEN else None
+        arrival = arrival_of(sequences, self.follows_target) if self.clock.num_steps > OFTEN else None
         if arrival is not None and self._standing.is_left_to(sequences[0], arrival):
             if self.followers is not None:
                 self.followers.planned(sequences, self._standing.plan.num_draft_tokens, 0)
@@ -150,17 +149,6 @@ class DraftPlanner:
         """So many of its drafts stood in such a round, of those that the target has seen."""
         ask(self.controller.observe_drafts, sequence, num_accepted, int(num_accepted < num_drafts))
 
-    def _arrival(self, sequences: SequenceOf[Sequence]) -> Arrival | None:
-        """Of one that has just come, alone."""
-        if len(sequences) != 1 or len(sequences[0].output_token_ids) > 1:
-            return None
-        (sequence,) = sequences
-        lag, left = (1, None) if self.follows_target else (draft_lag(sequence), num_left(sequence))
-        if lag <= 1 or left is None:  # who has not to catch up has nothing to repay
-            left = math.inf
-        kind = sequence.max_draft_tokens, sequence.num_tokens // ALIKE, may_be_in_one_call(sequence)
-        return Arrival(lag, left, kind)
-
     def _plan_anew(self, sequences: SequenceOf[Sequence], num_rounds: int, arrival: Arrival | None) -> Plan:
         self.outcomes.tell()
         candidates = [candidate_of(sequence, self.follows_target) for sequence in sequences]
@@ -182,7 +170,7 @@ class DraftPlanner:
             too_early = max(0, self._standing.num_left)  # steps: somebody has come
             good_for = max(good_for, seldom + min(seldom, too_early))
         of_model = not (plan.is_trial or plan.lookups)
-        is_left = of_model and not num_unsettled
+        is_left = of_model and not plan.is_provisional
         self._standing = StandingPlan(list(sequences), plan, 0, good_for, arrival if is_left else None)
         self._standing.num_unsettled = max(0, num_unsettled - (not plan.is_trial))
         if of_model and not self._standing.drafts and self._looks_back:
@@ -225,7 +213,10 @@ class DraftPlanner:
     def select(self, sequences: SequenceOf[Sequence], drafts: SequenceOf[Draft]) -> list[Draft]:
         """As much of each sequence's draft as is to be verified. The whole of it waits for its outcome."""
         self.calls.proposed()
-        if not (self._selects or self.looks_at_rounds):
+        found = any(draft or draft.found for draft in drafts)
+        if self._observe_proposed is not None:
+            ask(self._observe_proposed, len(drafts), found)
+        if not found or not (self._selects or self.looks_at_rounds):
             return list(drafts)
         return self.clock.leave_out(self._looking, self._select, sequences, drafts)
 
@@ -296,5 +287,7 @@ class DraftPlanner:
             self._others = {half: other for half, other in self._others.items() if sequence not in other.sequences}
         if self.followers is not None:
             self.followers.forget(sequence)
+        if not (self._standing.sequences or self._others):
+            self.clock.idle()
         self._proposals.pop(sequence, None)
         self.outcomes.forget(sequence)

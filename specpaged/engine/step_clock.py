@@ -178,6 +178,10 @@ class StepClock:
             ask(self.controller.observe_rest, rest_seconds, self._num_seqs, self._num_rounds)
         self._listening.took(self._heard_seconds + time.perf_counter() - now)
 
+    def idle(self) -> None:
+        """Nobody is left: what time goes by from now on is no part of the last step."""
+        self._tells_rest = False
+
     def every(self, chore: Chore) -> int:
         """Steps from one time to the next that it is done."""
         return chore.every(self._step_seconds)

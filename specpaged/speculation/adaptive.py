@@ -79,12 +79,12 @@ class AdaptiveController(MeasuringController):
         plain_seconds = self._times.of(len(candidates), 0).plain
         self.looks.share = looking
         self.looks.earn(num_steps, plain_seconds)
-        num_known = len(self._requests)
-        logits = self._logits(candidates)
         if not looking:  # not even certain drafts would pay, if passes take what is thought
             nothing = [0] * len(candidates)
-            trial = self._trial_of_rows(candidates, logits, num_steps * plain_seconds)
+            trial = self._trial_of_rows(candidates, num_steps * plain_seconds)
             return Plan(nothing, num_steps=self.length.of(nothing)) if trial is None else trial
+        num_known = len(self._requests)
+        logits = self._logits(candidates)
         if num_new := len(self._requests) - num_known:
             self.looks.advance(looking / LOOKING * _ADVANCE * num_new / len(candidates) * plain_seconds)
         counts, rate, deepest, stop_rule = self._decided(candidates, logits)
@@ -97,7 +97,7 @@ class AdaptiveController(MeasuringController):
                 self._was_trial = True
                 return Plan(tried, num_steps=TRIAL_STEPS, is_trial=True)
         elif not self._is_drafting:
-            trial = self._trial_of_rows(candidates, logits, num_steps * plain_seconds)
+            trial = self._trial_of_rows(candidates, num_steps * plain_seconds)
             if trial is not None:
                 return trial
         self.selecting.is_ruled = stop_rule is not None and len(candidates) == 1
@@ -225,7 +225,7 @@ class AdaptiveController(MeasuringController):
         counts, rate = self._depths(chances)
         return rate * self._times.of(len(chances), 0).plain / len(chances) if any(counts) else 0.0
 
-    def _trial_of_rows(self, candidates: Sequence[Candidate], logits: Sequence[float], seconds: float) -> Plan | None:
+    def _trial_of_rows(self, candidates: Sequence[Candidate], seconds: float) -> Plan | None:
         """So many drafts of each, where it should be found out what passes with drafts take, if that is due; nobody has
         drafted for so long.
         """
@@ -235,7 +235,7 @@ class AdaptiveController(MeasuringController):
         counts = self.trials.next_rows(
             num_seqs,
             seconds,
-            lambda by: hopeful(*self._expected(candidates, logits), by),
+            lambda by: hopeful(*self._expected(candidates, self._logits(candidates)), by),
             lambda num_rows: price_of_rows(self.costs, self._times.of(num_seqs, num_rows), num_seqs, num_rows),
         )
         if counts is None:

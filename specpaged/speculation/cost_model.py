@@ -80,7 +80,8 @@ class CostModel:
         # of the rest over a straight line, and of the rest that drafts over it.
         self._of_rest: dict[int, Surprises] = defaultdict(Surprises)
         self._of_drafting_rest: dict[int, Surprises] = defaultdict(Surprises)
-        self._num_waits = 0  # in the last steps, one after another
+        # In the last steps, one after another; by the octave, and whether drafts are made.
+        self._num_waits: Counter[tuple[int, bool]] = Counter()
         self._num_plain: Counter[int] = Counter()
         self._num_heard: Counter[int] = Counter()
         self._rest_factors: dict[int, float] = {}
@@ -202,8 +203,8 @@ class CostModel:
         What is ten times as long as expected was a wait, if it is not so in every step.
         """
         expected = self.rest(num_seqs, num_rounds)
-        if self._is_heard(seconds, expected):
-            octave = num_seqs.bit_length()
+        octave = num_seqs.bit_length()
+        if self._is_heard(seconds, expected, (octave, False)):
             self._num_plain[octave] += 1
             self._num_heard[octave] += 1
             self._of_rest[octave].add(math.log(seconds / expected) - self._of_target.newest)
@@ -219,7 +220,7 @@ class CostModel:
     def _observe_drafting_rest(self, seconds: float, num_seqs: int, num_rounds: int) -> None:
         octave, before = num_seqs.bit_length(), self.drafting_rest(num_seqs)
         expected = before * self.rest(num_seqs, num_rounds)
-        if self._is_heard(seconds, expected):
+        if self._is_heard(seconds, expected, (octave, True)):
             self._num_heard[octave] += 1
             self._of_drafting_rest[octave].add(math.log(seconds / expected) - self._of_target.newest)
             factor = self._of_drafting_rest[octave].take_shift()
@@ -229,13 +230,13 @@ class CostModel:
             after = self._drafting_rests[octave] = max(1.0, over_rest if self._num_plain[octave] >= FEWEST else before)
             self._scale_rest(over_rest / after, num_seqs, num_rounds)  # who drafts does all that others do
 
-    def _is_heard(self, seconds: float, expected: float) -> bool:
-        """Whether what a step took beside its passes says anything of others."""
+    def _is_heard(self, seconds: float, expected: float, kind: tuple[int, bool]) -> bool:
+        """Whether what a step of this kind took beside its passes says anything of others."""
         if not (seconds > 0 and expected > 0):
             return False
         is_wait = seconds >= _WAIT * expected
-        self._num_waits = self._num_waits + 1 if is_wait else 0
-        return not is_wait or self._num_waits > _MOST_WAITS
+        self._num_waits[kind] = self._num_waits[kind] + 1 if is_wait else 0
+        return not is_wait or self._num_waits[kind] > _MOST_WAITS
 
     def _scale_rest(self, factor: float, num_seqs: int, num_rounds: int) -> None:
         """The rest of a step of so many sequences and rounds takes `factor` times as long as was thought.

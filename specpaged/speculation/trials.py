@@ -23,8 +23,8 @@ class _Turns:
     """Of one kind of trial: the first one after so many steps that draft, and each time twice as many."""
 
     def __init__(self, first: int):
-        self._first = first
         self._num_untried, self._every = 0, first
+        self._before = first
 
     def pass_by(self, num_steps: int) -> bool:
         """So many steps without one; whether it is due."""
@@ -33,11 +33,12 @@ class _Turns:
 
     def take(self) -> None:
         """It was this one's turn."""
+        self._before = self._every
         self._num_untried, self._every = 0, min(_LATER, 2 * self._every)
 
     def repeat(self) -> None:
         """It was cut short: it is due again as soon as it was."""
-        self._every = max(self._first, self._every // 2)
+        self._every = self._before
 
     def put_off(self) -> None:
         """It was, and there was nothing to try."""
@@ -55,7 +56,7 @@ class Trials:
     def __init__(self, errors: PassErrors):
         self.errors = errors
         self._of_fewer, self._of_more = _Turns(_FIRST), _Turns(2 * _FIRST)
-        self._last: _Turns | None = None  # whose turn it was
+        self._last: _Turns | None = None  # whose turn it was; of rows, nobody's
         self._halves = False  # whether the last one of fewer was not of none
         self._credit = self._price = 0.0  # seconds for trials of rows, and what the next one takes
         self._seen: set[int] = set()  # octaves of batch sizes that there were
@@ -89,9 +90,10 @@ class Trials:
 
     def was_cut_short(self) -> None:
         """Of the last one nothing was heard: the sequences changed in its first steps."""
-        if self._last is not None:
+        if self._last is None:  # it was one of rows
+            self._credit = max(self._credit, self._price)
+        else:
             self._last.repeat()
-            self._last = None
 
     def _take(self, turns: _Turns) -> None:
         turns.take()
@@ -132,6 +134,7 @@ class Trials:
         is thought by a factor whose logarithm it is given: half of that is tried, but at least a row of each sequence,
         as less could not be told from none. `price` is what so many more rows take in a trial.
         """
+        self._last = None
         self._credit += _TRYING_ROWS * seconds
         octave = num_seqs.bit_length()
         if octave not in self._seen:  # there is nothing yet that could be compared

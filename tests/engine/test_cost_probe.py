@@ -60,7 +60,7 @@ def test_where_graphs_are_captured_no_proposal_is_timed_in_which_that_is_done(pa
     drafter.propose = lambda rows, num_drafts: calls.append(num_drafts)
     for drafter.captures in (False, True):
         proposal(drafter, sequences(draft, Shape(1, 1)), 3)
-        assert calls == [3, 3] if drafter.captures else [3]
+        assert calls == ([3, 3] if drafter.captures else [3])
         calls.clear()
 
 

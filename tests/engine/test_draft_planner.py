@@ -87,7 +87,7 @@ def test_in_short_steps_plans_and_outcomes_are_asked_for_seldom(monkeypatch, sec
             if planner.clock.tells:
                 planner.clock.scored(entries)
             planner.plan([])
-            planner.select([], [])
+            planner.select([None], [Draft([5])])
 
     run(OFTEN)
     assert num_plans == OFTEN // 6 + 1  # as good as it says, while little is known of steps
@@ -227,7 +227,7 @@ def test_what_deciding_takes_is_no_part_of_what_is_heard(monkeypatch):
         planner.plan([])
         if proposes:
             planner.clock.proposed([row], [drafts])
-            planner.select([], [])
+            planner.select([None], [Draft([5], drafter=1)])
             take(1.0)
         planner.clock.proposed_for(now - start - 0.25)
         take(0.5)
@@ -250,7 +250,7 @@ def test_of_rounds_that_draft_those_with_a_proposal_of_their_own_are_counted():
             for _ in range(num_calls - 1):
                 planner.went_on(4)
             planner.plan([member], 4)
-            planner.select([], [])
+            planner.select([None], [Draft([5])])
         assert planner.costs.proposals_per_round == pytest.approx(share, rel=0.3)
 
 
@@ -299,10 +299,43 @@ def trials():
     planner = DraftPlanner(listener)
     listener.plan = lambda candidates, num_steps: Plan([], num_steps=4, is_trial=True)
     listener.selects = lambda: False
-    planner.select([], [])
+    planner._selects = False
     planner.clock.num_steps = planner._looked_next = 1 << 20
     planner.clock._told_next = planner.clock.num_steps + 1000
     return planner, listener
+
+
+def test_proposals_that_find_nothing_are_counted_and_the_next_one_that_does_is_looked_at():
+    """What came of drafts is learned of few proposals: not of those that have none."""
+    planner, listener = trials()
+    asked, proposed = [], []
+    listener.observe_proposed = lambda *of: proposed.append(of)
+    planner = DraftPlanner(listener)
+    listener.selects = lambda: asked.append(True) or False
+    for drafts in ([NO_DRAFT, NO_DRAFT], [NO_DRAFT, NO_DRAFT], [NO_DRAFT, Draft([5])]):
+        assert planner.select(["a", "b"], drafts) == drafts
+        assert len(asked) == (drafts != [NO_DRAFT, NO_DRAFT])
+    assert proposed == [(2, False), (2, False), (2, True)]
+
+
+def test_time_in_which_nobody_is_left_is_no_part_of_a_step(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(step_clock, "time", SimpleNamespace(perf_counter=lambda: now))
+    for ended in (False, True):
+        rests = []
+        listener = Listener()
+        listener.plan = lambda candidates, num_steps: Plan([0])
+        listener.forget = lambda sequence: None
+        listener.observe_rest = lambda seconds, *_, rests=rests: rests.append(seconds)
+        planner, member = DraftPlanner(listener), Member()
+        planner.plan([member])
+        planner.begin()
+        planner.clock.scored([SimpleNamespace(num_new_tokens=1, draft=NO_DRAFT, context_len=10)])
+        if ended:
+            planner.forget(member)
+        now += 7.0
+        planner.begin()
+        assert rests == ([] if ended else [7.0])
 
 
 def test_one_alone_that_comes_like_the_last_one_is_not_planned_for_and_one_that_is_known_is():

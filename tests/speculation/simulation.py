@@ -68,6 +68,7 @@ class Simulation:
     noise: Callable[[random.Random], float] = lambda rng: 1.0
     num_rounds: int = 1  # in a call: of all but the first one, a rule selects the drafts, if there is one
     may_glance: bool = True
+    finds: float = 1.0  # of proposals of a drafter without a model, those that find anything
     seconds: float = 0.0
     looking: float = 0.0  # seconds that went into looking back
     trying: float = 0.0  # and into rows that were tried
@@ -113,6 +114,8 @@ class Simulation:
             self.try_rows(plan.num_draft_tokens)
             return
         drafting = [i for i in range(num_seqs) if plan.num_draft_tokens[i]]
+        if self.draft is None and rng.random() >= self.finds:
+            drafting = []
         probabilities: list[list[float]] = [[] for _ in range(num_seqs)]
         chances = [1.0] * len(drafting)
         rows_of_passes: list[int] = []
@@ -128,10 +131,13 @@ class Simulation:
             rows_of_passes.append(sum(self.lag[i] for i in drafting) if depth == 0 else len(rows))
         evidence = [[logit(p) for p in of_draft] for of_draft in probabilities]
         verified = list(map(len, evidence))
+        observe_proposed = getattr(controller, "observe_proposed", None)
+        if observe_proposed is not None and any(plan.num_draft_tokens):
+            observe_proposed(num_seqs, any(verified))
         if plan.stop_rule is not None and self.num_steps % self.num_rounds:
             for row, i in enumerate(drafting):
                 verified[i] = plan.stop_rule.num_worth(evidence[i], row)
-        elif controller.selects():
+        elif any(verified) and controller.selects():
             verified = controller.select(range(num_seqs), evidence)
         self.propose(plan, rows_of_passes)
         num_rows = num_seqs + sum(verified)

@@ -355,17 +355,31 @@ def test_a_drafter_without_a_model_that_takes_long_and_is_seldom_right_is_hardly
     assert simulation.tokens_per_second(200) >= 0.9 * fixed.tokens_per_second(200)
 
 
+@pytest.mark.parametrize(("finds", "price", "asked"), [(0.1, 0.0, True), (0.1, 0.05, True), (0.02, 0.4, False)])
+def test_what_is_seldom_found_and_stands_is_looked_for_if_that_takes_little(finds, price, asked):
+    simulation = simulate(None, lambda i, n: 0.9, 1, finds=finds)
+    simulation.truth.seconds_per_proposal = price * PLAIN_SECONDS
+    simulation.controller.costs.seconds_per_proposal = 0.01 * PLAIN_SECONDS  # it is more, mostly
+    speed = simulation.tokens_per_second(4 * STEPS)
+    plain = Simulation(Fixed(0), 1, lambda i, n: 0.9, None).tokens_per_second(100)
+    assert speed >= (1.2 if asked else 0.96) * plain
+    assert simulation.num_steps == 4 * STEPS
+
+
 def test_a_lookup_that_takes_next_to_nothing_is_asked_in_every_step_and_a_drafter_that_finds_nothing_is_not():
     for seconds, nothing, asked in ((0.0, False, 1.0), (0.01, False, 1.0), (0.4, True, 0.1)):
         simulation = simulate(None, lambda i, n: 0.3, 4, most=0 if nothing else 8)
         simulation.controller.costs.seconds_per_proposal = seconds * PLAIN_SECONDS
-        plans = [simulation.controller.plan([Candidate(i, 8) for i in range(4)], 1)]
+        controller, plans = simulation.controller, []
         for _ in range(400):
-            if any(plans[-1].num_draft_tokens) and simulation.controller.selects():
-                simulation.controller.select(range(4), [[] if nothing else [3.0]] * 4)
-            plans.append(simulation.controller.plan([Candidate(i, 8) for i in range(4)], 1))
-        share = sum(any(plan.num_draft_tokens) and not plan.tries_rows for plan in plans) / len(plans)
-        assert share == 1.0 if asked == 1.0 else 0 < share < asked
+            plans.append(controller.plan([Candidate(i, 8) for i in range(4)], 1))
+            if any(plans[-1].num_draft_tokens) and not plans[-1].tries_rows:
+                controller.observe_proposed(4, not nothing)
+                if not nothing and controller.selects():
+                    controller.select(range(4), [[3.0]] * 4)
+        later = [any(plan.num_draft_tokens) and not plan.tries_rows for plan in plans[100:]]
+        share = sum(later) / len(later)
+        assert share == 1.0 if asked == 1.0 else 0.0 < share < asked
 
 
 @pytest.mark.parametrize("draft", [None, 0.05])

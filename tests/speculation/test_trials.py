@@ -85,6 +85,22 @@ def test_a_trial_of_which_nothing_was_heard_comes_again_as_soon():
     assert [later - step for step, later in zip([-1, *found], found, strict=False)] == [16, 16, 16, 16, 32, 64]
 
 
+def test_a_trial_of_rows_of_which_nothing_was_heard_comes_again_and_is_nobody_elses():
+    trials = Trials(costs(0.15).errors)
+    assert trials.next([4, 1, 0], 1.02, 16, lambda: expected(9.0, 6)) is not None
+
+    def next_rows(seconds):
+        return trials.next_rows(4, seconds, lambda by: [3] * 4, lambda num_rows: 1.0)
+
+    assert next_rows(0.0) is None
+    assert next_rows(0.0) is not None
+    trials.was_cut_short()
+    assert next_rows(0.0) is not None
+    assert next_rows(0.0) is None
+    found = [step for step in range(100) if trials.next([4, 1, 0], 1.02, 1, lambda: expected(9.0, 6)) is not None]
+    assert found == [31, 95], "who tries fewer was not cut short"
+
+
 def test_a_controller_takes_a_trial_to_be_cut_short_if_it_is_asked_again_before_anything_was_heard():
     for num_steps, num_cut in ((1, True), (2, False)):
         controller = knowing(AdaptiveController(costs(0.15)))
