@@ -14,6 +14,7 @@ from specpaged.speculation.controller import Candidate, MeasuringController, Pla
 from specpaged.speculation.cost_model import CostModel
 from specpaged.speculation.decisions import ALIKE, Decision, Decisions
 from specpaged.speculation.looks import Looks
+from specpaged.speculation.pass_seconds import PassShape
 from specpaged.speculation.plan_length import PlanLength
 from specpaged.speculation.prospects import LOOKING, Prospects
 from specpaged.speculation.repayment import Repayment
@@ -59,7 +60,8 @@ class AdaptiveController(MeasuringController):
         self.selecting = Selecting()
         self._times = TimesOfSteps(costs)
         self._requests: dict[Hashable, RequestAcceptance] = {}
-        self._is_drafting = self._was_trial = False
+        self._is_drafting = False
+        self._trial: Plan | None = None  # the last plan, if it was one
         self.length = PlanLength()
         self.repayment = Repayment(costs)
 
@@ -94,8 +96,8 @@ class AdaptiveController(MeasuringController):
             proposal_seconds = self.costs.proposal_of_round(len(candidates))
             tried = self.trials.next(counts, speed, num_steps, expected, proposal_seconds)
             if tried is not None:
-                self._was_trial = True
-                return Plan(tried, num_steps=TRIAL_STEPS, is_trial=True)
+                self._trial = Plan(tried, num_steps=TRIAL_STEPS, is_trial=True)
+                return self._trial
         elif not self._is_drafting:
             trial = self._trial_of_rows(candidates, num_steps * plain_seconds)
             if trial is not None:
@@ -115,7 +117,7 @@ class AdaptiveController(MeasuringController):
     @override
     def selects(self) -> bool:
         # A trial's passes are to have all of its rows.
-        return self.by_evidence and not self._was_trial and self.selecting.is_due()
+        return self.by_evidence and self._trial is None and self.selecting.is_due()
 
     @override
     def select(self, sequences: Sequence[Hashable], evidence: Sequence[Sequence[float]]) -> list[int]:
@@ -128,6 +130,11 @@ class AdaptiveController(MeasuringController):
         chances = self._chances_of(sequences, evidence)
         proposal = self.costs.proposal_of_round(len(lengths)) + times.drafting(lengths)
         return self.selecting.select(chances, times, proposal, self.costs.drafting_rounds)
+
+    @override
+    def observe_target(self, shape: PassShape, seconds: float) -> None:
+        tries_rows = self._trial is not None and self._trial.tries_rows  # of no drafter
+        self.costs.observe_target(shape, seconds, is_alone=tries_rows)
 
     @override
     def observe_drafts(
@@ -161,8 +168,8 @@ class AdaptiveController(MeasuringController):
 
     def _begin_plan(self, candidates: Sequence[Candidate], num_steps: int) -> None:
         self.prospects.count_plan()
-        if self._was_trial:  # what it has shown is to be known at once
-            self._was_trial = False
+        if self._trial is not None:  # what it has shown is to be known at once
+            self._trial = None
             if num_steps < _HEARD:
                 self.trials.was_cut_short()
             self._times.expire()
@@ -240,9 +247,9 @@ class AdaptiveController(MeasuringController):
         )
         if counts is None:
             return None
-        self._was_trial = True
         tried = [min(count, c.most) for count, c in zip(counts, candidates, strict=True)]
-        return Plan(tried, num_steps=TRIAL_STEPS, is_trial=True, tries_rows=True)
+        self._trial = Plan(tried, num_steps=TRIAL_STEPS, is_trial=True, tries_rows=True)
+        return self._trial
 
     def _expected(
         self, candidates: Sequence[Candidate], logits: Sequence[float]

@@ -12,6 +12,7 @@ from specpaged.speculation.adaptive import AdaptiveController
 from specpaged.speculation.controller import Candidate, MeasuringController, Plan
 from specpaged.speculation.cost_model import CostModel
 from specpaged.speculation.lookup_choice import LookupChoice
+from specpaged.speculation.pass_seconds import PassShape
 from specpaged.speculation.selection import select
 from specpaged.speculation.step_times import StepTimes, TimesOfSteps
 from specpaged.speculation.stop_rule import StopRule
@@ -85,6 +86,13 @@ class CombinedController(MeasuringController):
     @override
     def observe_outcomes(self, sequence: Hashable, num_accepted: int, num_rejected: int) -> None:
         self.model.observe_outcomes(sequence, num_accepted, num_rejected)
+
+    @override
+    def observe_target(self, shape: PassShape, seconds: float) -> None:
+        if self.model is not None:
+            self.model.observe_target(shape, seconds)
+        else:
+            super().observe_target(shape, seconds)
 
     @override
     def observe_lookup(

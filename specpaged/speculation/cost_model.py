@@ -125,24 +125,26 @@ class CostModel:
         own = self._own_proposal(batch_size) if self.draft is None else self.seconds_per_proposal
         return self.proposals_per_round * own + more_rest / self.drafting_rounds
 
-    def saved(self, num_seqs: int) -> float:
-        """Of a plain step's pass: the less, the more it has to compute beside reading the weights."""
-        return self.seconds_saved * self.target.of_rows(1) / self.target.of_rows(num_seqs)
+    def saved(self, num_rows: int) -> float:
+        """Of a pass that no drafter's is before: the less, the more it has to compute beside reading the weights."""
+        return self.seconds_saved * self.target.of_rows(1) / self.target.of_rows(num_rows)
 
-    def target_seconds(self, shape: PassShape) -> float:
-        """Of a target's pass, in a run of others like it."""
-        seconds = self.target.of(shape)
-        return max(0.5 * seconds, seconds - (self.saved(shape.num_seqs) if shape.num_rows == shape.num_seqs else 0.0))
+    def target_seconds(self, shape: PassShape, is_alone: bool = False) -> float:
+        """Of a target's pass, in a run of others like it: behind a drafter's, if it has drafts and `is_alone` does not
+        say that these are nobody's.
+        """
+        seconds, is_alone = self.target.of(shape), is_alone or shape.num_rows == shape.num_seqs
+        return max(0.5 * seconds, seconds - self.saved(shape.num_rows)) if is_alone else seconds
 
     @property
     def drift(self) -> float:
         """The logarithm of how much slower everything is now than when it was probed."""
         return self.errors.drift
 
-    def observe_target(self, shape: PassShape, seconds: float) -> None:
-        """A target pass has taken so long."""
+    def observe_target(self, shape: PassShape, seconds: float, is_alone: bool = False) -> None:
+        """A target pass has taken so long; see `target_seconds`."""
         if shape.num_rows > 0 and seconds > 0:
-            expected = self.target_seconds(shape)
+            expected = self.target_seconds(shape, is_alone)
             surprise = math.log(seconds / expected)
             self._of_target.add(surprise)
             self.errors.observe(shape.num_rows, surprise, min(1.0, self.target.of_rows(shape.num_rows) / expected))

@@ -142,7 +142,7 @@ class Simulation:
         self.propose(plan, rows_of_passes)
         num_rows = num_seqs + sum(verified)
         self.spend(
-            self.truth.target.of(PassShape(num_rows, num_seqs)),
+            self.truth.target_seconds(PassShape(num_rows, num_seqs)),
             lambda s: controller.observe_target(PassShape(num_rows, num_seqs), s),
         )
         self.spend(self.truth.seconds_per_step, lambda s: controller.observe_rest(s, num_seqs))
@@ -160,7 +160,7 @@ class Simulation:
         """A plain step with more rows in it."""
         shape = PassShape(self.num_seqs + sum(counts), self.num_seqs)
         before = self.seconds
-        self.spend(self.truth.target.of(shape), lambda s: self.controller.observe_target(shape, s))
+        self.spend(self.truth.target_seconds(shape, True), lambda s: self.controller.observe_target(shape, s))
         self.trying += self.seconds - before - self.truth.target.of(PassShape(self.num_seqs, self.num_seqs))
         self.spend(self.truth.seconds_per_step, lambda s: self.controller.observe_rest(s, self.num_seqs))
         for i in range(self.num_seqs):
