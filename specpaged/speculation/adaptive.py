@@ -171,7 +171,7 @@ class AdaptiveController(MeasuringController):
         if self._trial is not None:  # what it has shown is to be known at once
             self._trial = None
             if num_steps < _HEARD:
-                self.trials.was_cut_short()
+                self.trials.was_cut_short(num_steps)
             self._times.expire()
             self.prospects.forget()
             self.decisions.forget()

@@ -88,10 +88,10 @@ class Trials:
             return self._more(counts, *expected(), proposal_seconds)
         return None
 
-    def was_cut_short(self) -> None:
-        """Of the last one nothing was heard: the sequences changed in its first steps."""
-        if self._last is None:  # it was one of rows
-            self._credit = max(self._credit, self._price)
+    def was_cut_short(self, num_steps: int) -> None:
+        """Of the last one nothing was heard: the sequences have changed behind so many steps."""
+        if self._last is None:  # it was one of rows, and has taken as much of its price
+            self._credit = max(self._credit, self._price * (1.0 - num_steps / TRIAL_STEPS))
         else:
             self._last.repeat()
 

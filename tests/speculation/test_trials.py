@@ -81,7 +81,7 @@ def test_a_trial_of_which_nothing_was_heard_comes_again_as_soon():
         if trials.next([4, 1, 0], 1.02, 1, lambda: expected(9.0, 6)) is not None:
             found.append(step)
             if len(found) < 4:
-                trials.was_cut_short()
+                trials.was_cut_short(1)
     assert [later - step for step, later in zip([-1, *found], found, strict=False)] == [16, 16, 16, 16, 32, 64]
 
 
@@ -94,9 +94,10 @@ def test_a_trial_of_rows_of_which_nothing_was_heard_comes_again_and_is_nobody_el
 
     assert next_rows(0.0) is None
     assert next_rows(0.0) is not None
-    trials.was_cut_short()
-    assert next_rows(0.0) is not None
-    assert next_rows(0.0) is None
+    trials.was_cut_short(1)
+    assert next_rows(100.0) is None
+    assert next_rows(200.0) is not None, "a quarter of its price was lost, and of a thousandth of the time is saved"
+    assert next_rows(900.0) is None
     found = [step for step in range(100) if trials.next([4, 1, 0], 1.02, 1, lambda: expected(9.0, 6)) is not None]
     assert found == [31, 95], "who tries fewer was not cut short"
 
@@ -105,7 +106,7 @@ def test_a_controller_takes_a_trial_to_be_cut_short_if_it_is_asked_again_before_
     for num_steps, num_cut in ((1, True), (2, False)):
         controller = knowing(AdaptiveController(costs(0.15)))
         cut = []
-        controller.trials.was_cut_short = lambda cut=cut: cut.append(True)
+        controller.trials.was_cut_short = cut.append
         was_trial = False
         for _ in range(60):
             was_trial = controller.plan([Candidate(i, 8) for i in range(6)], num_steps if was_trial else 1).is_trial
