@@ -61,7 +61,7 @@ class Contender:
             "PROMETHEUS_MULTIPROC_DIR": str(folder),
         }
         self.name = name
-        self._answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        self._answers: queue.Queue[str | None] = queue.Queue()
         self._errors = folder / "errors.txt"
         self._time = RunningTime()
         with self._errors.open("w") as errors:
@@ -91,7 +91,7 @@ class Contender:
             self._time.stop(time.monotonic())
         if answer is None:
             raise RuntimeError(f"{self.name} failed:\n{self._errors.read_text()[-3000:]}")
-        return _figures(answer, self._time)
+        return _figures(json.loads(answer), self._time)
 
     def go_on(self) -> None:
         """It is stopped no longer."""
@@ -112,7 +112,7 @@ class Contender:
     def _read(self) -> None:
         for line in self._process.stdout:
             if line.startswith("{"):  # vLLM may print, too
-                self._answers.put(json.loads(line))
+                self._answers.put(line)
         self._answers.put(None)
 
 

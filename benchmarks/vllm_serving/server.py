@@ -122,5 +122,13 @@ async def serve(job: dict[str, Any]) -> None:
         }
 
     while line := await asyncio.to_thread(sys.stdin.readline):
-        print(json.dumps(await complete_all(int(line))), flush=True)
+        tell(await complete_all(int(line)))
     engine.shutdown()
+
+
+def tell(answer: dict[str, Any]) -> None:
+    """A line of it, whole, on the standard output: of what an unbuffered one (`python -u`) writes, a stop of the
+    process in between cuts off the rest.
+    """
+    with open(sys.stdout.fileno(), "w", closefd=False) as buffered:
+        print(json.dumps(answer), file=buffered)

@@ -28,7 +28,6 @@ _PLANNING = 1.6e-4, 0.0028, 1, 48
 _LOOKING_AGAIN = 6e-5, 0.0025, 1, 64
 # Steps at most, that a plan is followed for because to plan takes long; and as many again, if the one before was not.
 _SELDOM = 64
-_LOOKS_AGAIN = 32  # steps at least, while a plan without drafts stands, until it is asked whom to look back at
 _SOON = 8  # steps that a plan is good for at most, where a text has turned
 
 
@@ -119,6 +118,7 @@ class DraftPlanner:
         num_steps, standing.looked = standing.age - standing.looked, standing.age
         candidates = [candidate_of(sequence, self.follows_target) for sequence in standing.sequences]
         looks_back, glances = ask(self.controller.look, candidates, num_steps, otherwise=((), ()))
+        standing.looks_every = self._looks_in()
         return replace(standing.again, looks_back=looks_back, glances=glances)
 
     def leave_to_device(self, waits: bool) -> None:
@@ -174,8 +174,13 @@ class DraftPlanner:
         self._standing = StandingPlan(list(sequences), plan, 0, good_for, arrival if is_left else None)
         self._standing.num_unsettled = max(0, num_unsettled - (not plan.is_trial))
         if of_model and not self._standing.drafts and self._looks_back:
-            self._standing.looks_every = max(_LOOKS_AGAIN, plain_rounds * self.clock.every(self._looking_again))
+            self._standing.looks_every = self._looks_in()
         return plan
+
+    def _looks_in(self) -> int:
+        """Steps, behind which to ask whom to look back at: when there may be somebody, and there is time to ask."""
+        looks_in = getattr(self.controller, "looks_in", Controller.looks_in)
+        return max(looks_in, self.costs.plain_rounds * self.clock.every(self._looking_again))
 
     def rounds(self, sequences: SequenceOf[Sequence]) -> tuple[int, list[int], StopRule | None, bool]:
         """How many rounds of these sequences may be one call; of further ones, the drafts of each, and their rule.

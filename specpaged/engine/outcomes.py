@@ -9,6 +9,7 @@ from specpaged.drafting.draft import Draft, Evidence
 from specpaged.engine.sequence import Sequence
 from specpaged.engine.step_clock import ask
 from specpaged.engine.turns import Turns
+from specpaged.speculation.acceptance import contradicts
 from specpaged.speculation.controller import Controller
 
 _MOST_GONE = 8  # sequences that are kept, to be told of
@@ -30,12 +31,12 @@ class Outcomes:
         self._known.append((sequence, draft, token_ids))
 
     def verified(self, sequence: Sequence, num_accepted: int, num_rejected: int) -> bool:
-        """So many drafts stood and so many fell; whether its text has turned by that.
+        """So many drafts stood and so many fell; whether its text has turned by that, or is not what was expected.
 
-        Of a turn the controller hears at once; what else is known of the sequence, and waits, is of the text before, or
+        Of that the controller hears at once; what else is known of the sequence, and waits, is of the text before, or
         told with it. Without one it hears of such drafts now and then anyway.
         """
-        turned = self._turns.add(sequence, num_accepted, num_rejected)
+        turned = self._turns.add(sequence, num_accepted, num_rejected, self._expects)
         if turned is None:
             return False
         self._known = [known for known in self._known if known[0] is not sequence]
@@ -43,9 +44,16 @@ class Outcomes:
         return True
 
     def looked_back(self, sequence: Sequence, num_stood: int, num_fallen: int) -> bool:
-        """So many drafts would have stood, and so many not; whether its text has turned by that. It is told here."""
+        """So many drafts would have stood, and so many not; whether its text has turned by that, or is not what was
+        expected. It is told here.
+        """
+        num_seen, expected = num_stood + num_fallen, self._expects(sequence)
+        is_surprise = expected is not None and contradicts(num_stood, num_seen, expected)
         self._observe(sequence, num_stood, num_fallen)
-        return self._turns.add(sequence, num_stood, num_fallen) is not None
+        return self._turns.add(sequence, num_stood, num_fallen) is not None or is_surprise
+
+    def _expects(self, sequence: Sequence) -> float | None:
+        return ask(getattr(self.controller, "expects", _nobody_knows), sequence)
 
     def _observe(self, sequence: Sequence, num_accepted: int, num_rejected: int) -> None:
         as_drafts = partial(Controller.observe_outcomes, self.controller)
@@ -74,6 +82,10 @@ class Outcomes:
             if end is not None:
                 ask(self.controller.observe_end, *end)
             ask(self.controller.forget, sequence)
+
+
+def _nobody_knows(sequence: Sequence) -> None:
+    """What is expected of its drafts."""
 
 
 def outcome_of(draft: Draft, token_ids: SequenceOf[int]) -> tuple[int, int]:

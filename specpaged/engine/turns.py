@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from specpaged.engine.sequence import Sequence
@@ -9,6 +10,8 @@ from specpaged.speculation.acceptance import contradicts
 
 _ENOUGH = 6  # drafts with an outcome that are judged together
 _REMEMBERED = 24  # of those before
+_WORSE = 2.0  # standard deviations, of a text of which little is known
+Expects = Callable[[Sequence], "float | None"]  # the probability that a draft stands, if anybody says
 
 
 @dataclass(slots=True)
@@ -33,13 +36,25 @@ class Turns:
     def __init__(self) -> None:
         self._of: dict[Sequence, _Fared] = {}
 
-    def add(self, sequence: Sequence, num_accepted: int, num_rejected: int) -> tuple[int, int] | None:
-        """So many drafts stood and so many fell. If the text has turned by that, how many did since it may have."""
+    def add(
+        self, sequence: Sequence, num_accepted: int, num_rejected: int, expects: Expects | None = None
+    ) -> tuple[int, int] | None:
+        """So many drafts stood and so many fell. If the text has turned by that, how many did since it may have; of a
+        new one that is worse than `expects` says, all of them.
+        """
         fared = self._of.get(sequence)
         if fared is None:
             fared = self._of[sequence] = _Fared()
         fared.new = _sum(fared.new, (num_accepted + num_rejected, num_accepted))
-        return self._judge(fared) if fared.new[0] >= _ENOUGH else None
+        if fared.new[0] < _ENOUGH:
+            return None
+        is_new = fared.before[0] < _ENOUGH
+        seen, stood = _sum(fared.before, _sum(fared.last, fared.new))
+        turned = self._judge(fared)
+        if turned is None and is_new and expects is not None and _is_worse(seen, stood, expects(sequence)):
+            fared.before = (0, 0)
+            return round(stood), round(seen - stood)
+        return turned
 
     def _judge(self, fared: _Fared) -> tuple[int, int] | None:
         new, last, before = fared.new, fared.last, fared.before
@@ -57,6 +72,12 @@ class Turns:
     def forget(self, sequence: Sequence) -> None:
         """The sequence has ended."""
         self._of.pop(sequence, None)
+
+
+def _is_worse(num_seen: float, num_stood: float, expected: float | None) -> bool:
+    """Drafts that are verified may be better ones than others, but no worse."""
+    worse = expected is not None and num_stood < num_seen * expected
+    return worse and contradicts(num_stood, num_seen, expected, _WORSE)
 
 
 def _sum(a: tuple[float, float], b: tuple[float, float]) -> tuple[float, float]:

@@ -221,13 +221,14 @@ class AcceptanceModel:
         self.request_weight = weight if 0.0 < weight < 2.0 else min(2.0, max(0.0, weight))
 
 
-def contradicts(num_accepted: int, num_drafts: int, expected: float) -> bool:
-    """Whether so many of some drafts stood that it is hard to believe that each was to with this probability.
+def contradicts(num_accepted: float, num_drafts: float, expected: float, deviations: float = _CONTRADICTS) -> bool:
+    """Whether so many of some drafts stood that it is hard to believe that each was to with this probability: that is
+    so many standard deviations away.
 
     With one draft more or less: of a few drafts, nearly all of which were expected to stand, one may fall.
     """
     off = num_accepted - num_drafts * expected
-    return off * off > _CONTRADICTS**2 * (num_drafts * expected * (1.0 - expected) + 1.0)
+    return off * off > deviations**2 * (num_drafts * expected * (1.0 - expected) + 1.0)
 
 
 @functools.cache

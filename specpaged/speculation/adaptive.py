@@ -18,6 +18,7 @@ from specpaged.speculation.pass_seconds import PassShape
 from specpaged.speculation.plan_length import PlanLength
 from specpaged.speculation.prospects import LOOKING, Prospects
 from specpaged.speculation.repayment import Repayment
+from specpaged.speculation.requests import Requests
 from specpaged.speculation.selecting import Selecting
 from specpaged.speculation.selection import Selection, select
 from specpaged.speculation.step_times import StepTimes, TimesOfSteps
@@ -34,7 +35,6 @@ _HEARD = 2  # steps of a trial, the second of which is the first one that is tol
 _EARLY = 0.4  # divided by the square root of the number of outcomes
 _SOON = 4  # steps that a plan is good for, which is to find out what comes of some requests' drafts
 _TOLD_APART = 0.6  # in logits: of less spread, evidence says too little to stop a proposal by
-_NEW = RequestAcceptance()  # of whom nothing is known, if nobody asks to remember it
 _BEYOND = 0.8  # of what a row costs to a rule: what those beyond the planned ones do, where that is more
 
 
@@ -55,11 +55,11 @@ class AdaptiveController(MeasuringController):
         self.by_evidence = by_evidence
         self.is_timed = True  # what passes take, and so may be tried
         self.acceptance = AcceptanceModel()
+        self.requests = Requests(self.acceptance)
         self.prospects = Prospects(costs, self.acceptance, self._gain_of)
         self.decisions = Decisions()
         self.selecting = Selecting()
         self._times = TimesOfSteps(costs)
-        self._requests: dict[Hashable, RequestAcceptance] = {}
         self._is_drafting = False
         self._trial: Plan | None = None  # the last plan, if it was one
         self.length = PlanLength()
@@ -85,9 +85,9 @@ class AdaptiveController(MeasuringController):
             nothing = [0] * len(candidates)
             trial = self._trial_of_rows(candidates, num_steps * plain_seconds)
             return Plan(nothing, num_steps=self.length.of(nothing)) if trial is None else trial
-        num_known = len(self._requests)
-        logits = self._logits(candidates)
-        if num_new := len(self._requests) - num_known:
+        num_known = len(self.requests)
+        logits = self.requests.logits(candidates)
+        if num_new := len(self.requests) - num_known:
             self.looks.advance(looking / LOOKING * _ADVANCE * num_new / len(candidates) * plain_seconds)
         counts, rate, deepest, stop_rule = self._decided(candidates, logits)
         was_drafting, self._is_drafting = self._is_drafting, any(counts)
@@ -104,7 +104,7 @@ class AdaptiveController(MeasuringController):
                 return trial
         self.selecting.is_ruled = stop_rule is not None and len(candidates) == 1
         (looks, glances), num_steps = self._look(candidates, deepest), self.length.of(deepest)
-        drafting = [self._requests[c.sequence] for c, count in zip(candidates, deepest, strict=True) if count]
+        drafting = [self.requests.of(c.sequence) for c, count in zip(candidates, deepest, strict=True) if count]
         if tries := self.acceptance.tries(drafting, len(candidates)):
             num_steps = min(_SOON, num_steps)
         return Plan(deepest, looks, stop_rule, counts, num_steps, is_provisional=tries, glances=glances)
@@ -113,6 +113,11 @@ class AdaptiveController(MeasuringController):
     def look(self, candidates: Sequence[Candidate], num_steps: int) -> tuple[Sequence[int], Sequence[int]]:
         self.looks.earn(num_steps, self._times.of(len(candidates), 0).plain, since_plan=True)
         return self._look(candidates, [0] * len(candidates))
+
+    @property
+    @override
+    def looks_in(self) -> int:
+        return self.looks.due
 
     @override
     def selects(self) -> bool:
@@ -127,7 +132,7 @@ class AdaptiveController(MeasuringController):
             return lengths
         if not self.selecting.could_gain(times := self._times.of(len(sequences), num_drafts), num_drafts):
             return lengths
-        chances = self._chances_of(sequences, evidence)
+        chances = self.requests.chances_of(sequences, evidence)
         proposal = self.costs.proposal_of_round(len(lengths)) + times.drafting(lengths)
         return self.selecting.select(chances, times, proposal, self.costs.drafting_rounds)
 
@@ -147,24 +152,26 @@ class AdaptiveController(MeasuringController):
         self.acceptance.count(self.request(sequence), num_accepted, num_rejected)
 
     @override
+    def expects(self, sequence: Hashable) -> float:
+        return self.requests.expects(sequence)
+
+    @override
     def observe_end(self, num_tokens: int, most_tokens: int) -> None:
         self.repayment.observe_end(num_tokens, most_tokens)
 
     @override
     def forget(self, sequence: Hashable) -> None:
-        self._requests.pop(sequence, None)
+        self.requests.forget(sequence)
         self.looks.forget(sequence)
 
     @property
     def num_requests(self) -> int:
         """The sequences that are remembered."""
-        return len(self._requests)
+        return len(self.requests)
 
     def request(self, sequence: Hashable) -> RequestAcceptance:
         """What drafts of the sequence have shown."""
-        if sequence not in self._requests:
-            self._requests[sequence] = RequestAcceptance()
-        return self._requests[sequence]
+        return self.requests.of(sequence)
 
     def _begin_plan(self, candidates: Sequence[Candidate], num_steps: int) -> None:
         self.prospects.count_plan()
@@ -179,7 +186,7 @@ class AdaptiveController(MeasuringController):
 
     def _look(self, candidates: Sequence[Candidate], counts: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
         """Whom of these to look back at, and of those whom to glance at, where others have so many drafts."""
-        num_seen = [self._requests.get(c.sequence, _NEW).num_seen for c in candidates]
+        num_seen = [self.requests.num_seen(c.sequence) for c in candidates]
         return self.looks.choose(candidates, counts, num_seen) if self.looks_back else ((), ())
 
     def _decided(self, candidates: Sequence[Candidate], logits: Sequence[float]) -> Decision:
@@ -209,7 +216,7 @@ class AdaptiveController(MeasuringController):
         num_seqs, most = len(candidates), max(c.most for c in candidates)
         if not self._is_drafting and not self.prospects.gain(num_seqs, max(logits), most):
             return Selection([0] * num_seqs, 0.0)  # not even if all were like the best
-        chances = self._chances(candidates, logits)
+        chances = self.requests.chances(candidates, logits)
         selection = self._depths(chances)
         repaid = self._repaid(candidates, selection)
         if all(repaid):
@@ -242,7 +249,7 @@ class AdaptiveController(MeasuringController):
         counts = self.trials.next_rows(
             num_seqs,
             seconds,
-            lambda by: hopeful(*self._expected(candidates, self._logits(candidates)), by),
+            lambda by: hopeful(*self._expected(candidates, self.requests.logits(candidates)), by),
             lambda num_rows: price_of_rows(self.costs, self._times.of(num_seqs, num_rows), num_seqs, num_rows),
         )
         if counts is None:
@@ -255,34 +262,16 @@ class AdaptiveController(MeasuringController):
         self, candidates: Sequence[Candidate], logits: Sequence[float]
     ) -> tuple[list[Sequence[float]], StepTimes]:
         """Of all drafts that there could be, what comes of them, and what steps with them take."""
-        chances = self._chances(candidates, logits)
+        chances = self.requests.chances(candidates, logits)
         return chances, self._times.of(len(candidates), sum(map(len, chances)))
 
     def _repaid(self, candidates: Sequence[Candidate], selection: Selection) -> list[bool]:
         return self.repayment.repaid(candidates, selection, self._times.of(len(candidates), 0).plain)
 
-    def _logits(self, candidates: Sequence[Candidate]) -> list[float]:
-        """What is expected of the drafts of each, and hoped; rounded, so that requests are alike."""
-        requests, model = [self.request(c.sequence) for c in candidates], self.acceptance
-        return [round(model.expected_logit(request) + model.hope(request), 1) for request in requests]
-
-    def _chances(self, candidates: Sequence[Candidate], logits: Sequence[float]) -> list[Sequence[float]]:
-        """Of the drafts of each that are still to be made, with these logits; those of like requests are made once."""
-        most = max(c.most for c in candidates)
-        known = {logit: self.acceptance.chances(logit, most) for logit in set(logits)}
-        return [known[logit][: c.most] for c, logit in zip(candidates, logits, strict=True)]
-
-    def _chances_of(self, sequences: Sequence[Hashable], evidence: Sequence[Sequence[float]]) -> list[Sequence[float]]:
-        """Of drafts that have been made, with this evidence."""
-        return [
-            self.acceptance.chances_of(self.request(sequence), of_draft) if of_draft else ()
-            for sequence, of_draft in zip(sequences, evidence, strict=True)
-        ]
-
     def _deeper(self, candidates: Sequence[Candidate], counts: Sequence[int]) -> list[int]:
         """As deep as would pay if evidence turns out well; the stop rule sees to it when it does not."""
         surplus = self.acceptance.spread
-        chances = self._chances(candidates, [logit + surplus for logit in self._logits(candidates)])
+        chances = self.requests.chances(candidates, [logit + surplus for logit in self.requests.logits(candidates)])
         hoped = [of if count else () for of, count in zip(chances, counts, strict=True)]
         return list(map(max, counts, self._depths(hoped).counts))
 

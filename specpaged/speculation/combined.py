@@ -88,6 +88,10 @@ class CombinedController(MeasuringController):
         self.model.observe_outcomes(sequence, num_accepted, num_rejected)
 
     @override
+    def expects(self, sequence: Hashable) -> float | None:
+        return None if self.model is None else self.model.expects(sequence)
+
+    @override
     def observe_target(self, shape: PassShape, seconds: float) -> None:
         if self.model is not None:
             self.model.observe_target(shape, seconds)

@@ -56,6 +56,7 @@ class Controller(Protocol):
     """Decides about drafts, and learns how they fare. Whatever it decides, outputs are the same."""
 
     selects_by_rule = False  # whether what its plans' rules keep is what it would select itself
+    looks_in = 32  # steps, behind which to ask whom to look back at, while a plan without drafts stands
 
     def plan(self, candidates: Sequence[Candidate], num_steps: int) -> Plan:
         """How deep to draft for each candidate, before anything is drafted: at most `most`. So many steps have come
@@ -93,6 +94,10 @@ class Controller(Protocol):
         """
         for stood in [1] * num_accepted + [0] * num_rejected:
             self.observe_drafts(sequence, stood, 1 - stood)
+
+    def expects(self, sequence: Hashable) -> float | None:
+        """The probability that a draft of the sequence stands, by all that has been told; None if that is not said."""
+        return None
 
     def observe_lookup(
         self, lookup: int, sequence: Hashable, num_accepted: int, num_rejected: int, evidence: Sequence[float]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 
 from specpaged.speculation.controller import GLANCE, Candidate
@@ -17,6 +18,10 @@ _FAR_BEHIND = 2 * GLANCE + 1  # tokens: who is, is rather glanced at
 # no difference: then it is whose last glance is the longest ago.
 _KNOWN, _WELL_KNOWN = 4.0, 8.0
 _NEVER = -GLANCE, -1  # the last glance of who was not glanced at
+_MOST_WAIT = 64  # steps
+# Of the time that it takes to earn a look, what has gone by since the last outcome of who is looked at: who has just
+# stopped, and is looked at at once, is not when its text might have turned again.
+_APART = 0.2
 
 
 class Looks:
@@ -29,6 +34,8 @@ class Looks:
         self._owed = 0.0  # of credit in advance
         self.share = 0.0  # of the time, that goes into looking
         self._earned_since = 0  # steps of the plan that stands, whose share is earned
+        self._per_step = 0.0  # credit, earned in a step
+        self.due = 1  # steps, behind which there may be somebody to look at, as it was when that was asked last
         self._num_looks = self._num_in_vain = 0
         # Of each that was glanced at: the tokens that it had then, and how many looks there had been.
         self._glanced: dict[Hashable, tuple[int, int]] = {}
@@ -44,7 +51,8 @@ class Looks:
         else:
             num_steps, self._earned_since = max(0, num_steps - self._earned_since), 0
         self.most = _MOST_SAVED * plain_seconds
-        earned = self.share * num_steps * plain_seconds * (_WEARY if self._num_in_vain >= _IN_VAIN else 1.0)
+        self._per_step = self.share * plain_seconds * (_WEARY if self._num_in_vain >= _IN_VAIN else 1.0)
+        earned = num_steps * self._per_step
         paid_back = min(self._owed, earned)
         self._owed -= paid_back
         self.credit = min(self.most, self.credit + earned - paid_back)
@@ -82,6 +90,7 @@ class Looks:
             for i, (candidate, count) in enumerate(zip(candidates, counts, strict=True))
             if not count and candidate.most and candidate.num_unseen > (SHORTEST if is_alone else 0)
         ]
+        self.due = _MOST_WAIT if idle else 1 + SHORTEST
         if not idle:
             return [], []
         rows = sum(candidate.lag for candidate, count in zip(candidates, counts, strict=True) if count)
@@ -95,23 +104,47 @@ class Looks:
             candidate = candidates[i]
             num_rows = candidate.lag - 1  # the newest token has no successor yet
             seconds = draft.of_rows(rows + num_rows) - before
-            if candidate.may_glance and (seconds > self.credit or candidate.lag > _FAR_BEHIND):
+            is_glance = candidate.may_glance and (seconds > self.credit or candidate.lag > _FAR_BEHIND)
+            if is_glance:
                 num_rows = GLANCE
                 seconds = draft.of_rows(rows + num_rows) - before
-                if seconds > self.credit or not self._is_worth_a_glance(candidate):
+                if not self._is_worth_a_glance(candidate):
                     continue
+            if is_alone and num_outcomes[i] >= _KNOWN and self._is_too_early(candidate, seconds):
+                continue
+            if seconds > self.credit:
+                may_owe = not (is_glance or looks) and (self.credit >= self.most or not self._num_looks)
+                if not (may_owe and seconds <= _DEBT * self.most):
+                    self._wait_for(seconds)
+                    continue
+            if is_glance:
                 glances.append(i)
                 self._glanced[candidate.sequence] = candidate.context_len, self._num_looks + len(looks)
-            elif seconds > self.credit:
-                may_owe = not looks and (self.credit >= self.most or not self._num_looks)
-                if not (may_owe and seconds <= _DEBT * self.most):
-                    continue
             looks.append(i)
             rows, spent = rows + num_rows, seconds
         self.credit -= spent
+        if looks:
+            self._wait_for(spent / len(looks))
         self._num_looks += len(looks)
         self._num_in_vain += len(looks)
         return looks, glances
+
+    def _is_too_early(self, candidate: Candidate, seconds: float) -> bool:
+        """Whether but a small part of the time has gone by, that it takes to earn so many seconds, since its last
+        outcome.
+        """
+        num_tokens, _ = self._glanced.get(candidate.sequence, _NEVER)
+        num_new = min(candidate.num_unseen, candidate.context_len - num_tokens)
+        missing = _APART * seconds - num_new * self._per_step
+        if missing > 0.0:
+            self._wait_for(self.credit + missing)
+        return missing > 0.0
+
+    def _wait_for(self, credit: float) -> None:
+        """With so much credit, somebody could be looked at."""
+        missing = max(0.0, credit - self.credit)
+        if missing < _MOST_WAIT * self._per_step:  # not where it is never earned
+            self.due = min(self.due, max(1, math.ceil(missing / self._per_step)))
 
     @staticmethod
     def _price(candidate: Candidate) -> int:

@@ -38,7 +38,7 @@ class LookupController(AdaptiveController):
         self.worth.earn(num_steps * plain_seconds)
         pays = self.worth.pays
         if not self.by_evidence:
-            counts = self._depths(self._chances(candidates, self._logits(candidates))).counts
+            counts = self._depths(self.requests.chances(candidates, self.requests.logits(candidates))).counts
             self._unseen.update(zip([c.sequence for c in candidates], counts, strict=True))
             pays = any(counts)
         could_pay = self.prospects.share_of_looking(num_seqs, max(most)) > 0.0
@@ -70,7 +70,7 @@ class LookupController(AdaptiveController):
         if not self.by_evidence:  # what was planned before anything was drafted
             return [min(n, self._unseen.get(s, n)) for n, s in zip(lengths, sequences, strict=True)]
         times, proposal = self._times.of(num_seqs, num_drafts), self.costs.proposal_of_round(num_seqs)
-        counts, chances = lengths, self._chances_of(sequences, evidence)
+        counts, chances = lengths, self.requests.chances_of(sequences, evidence)
         if self.selecting.could_gain(times, num_drafts):
             counts = self.selecting.select(chances, times, proposal, self.costs.drafting_rounds)
         tokens = 1.0 + sum([sum(of[:count]) for of, count in zip(chances, counts, strict=True)]) / num_seqs

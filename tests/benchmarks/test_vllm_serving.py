@@ -61,6 +61,21 @@ def test_contenders_at_turn_answer_all_whatever_a_turn_holds(tmp_path):
     assert all(answer["acceptance"] == 0.75 and answer["our_steps"] is None for answer in answers.values())
 
 
+def test_an_answer_that_stops_cut_into_is_whole(tmp_path):
+    told = "import sys; from benchmarks.vllm_serving.server import tell; {answer}; [tell(answer) for _ in sys.stdin]"
+    answer = "answer = dict(began=0, ended=9, drafted=0, accepted=0, stage_seconds=0, outputs=[output] * 100_000)"
+    output = "output = dict(came=1, times=[1, 2, 3], chunks=[[1], [2], [3]])"
+    command = [sys.executable, "-u", "-c", told.format(answer=f"{output}; {answer}")]
+    server = Contender("unbuffered", command, 1, tmp_path)
+    server.ask(1)
+    answered = server.answer(1e-4)
+    while answered is None:
+        server.go_on()
+        answered = server.answer(1e-4)
+    server.close()
+    assert len(answered["token_ids"]) == 100_000
+
+
 def _stops(server: Contender) -> bool:
     """Whether its process is stopped, or is so within a while."""
     for _ in range(500):

@@ -34,6 +34,8 @@ PARAMS = [
 class Whim:
     """Decides by chance whatever may be decided, and keeps what it is told."""
 
+    looks_in = 32
+
     def __init__(self, seed, looks_back=True, num_steps=(1, 1, 1, 1, 3, 8)):
         self.rng = random.Random(seed)
         self.looks_back = looks_back
@@ -97,7 +99,7 @@ class Whim:
 @pytest.fixture(autouse=True)
 def _looks_again_often(monkeypatch):
     """In every second step of a plan without drafts."""
-    monkeypatch.setattr(draft_planner, "_LOOKS_AGAIN", 2)
+    monkeypatch.setattr(Whim, "looks_in", 2)
     monkeypatch.setattr(draft_planner, "_LOOKING_AGAIN", (0.0, 1.0, 1, 1))
 
 

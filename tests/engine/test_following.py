@@ -6,20 +6,24 @@ import pytest
 
 from specpaged import LLM, SamplingParams
 from specpaged.drafting.draft import Draft
-from specpaged.engine.draft_planner import _LOOKS_AGAIN, _SOON, DraftPlanner
+from specpaged.engine.draft_planner import _SOON, DraftPlanner
 from specpaged.engine.standing_plan import _UNSETTLED
 from specpaged.engine.step_clock import OFTEN
 from specpaged.speculation.adaptive import AdaptiveController
-from specpaged.speculation.controller import Plan
+from specpaged.speculation.controller import Controller, Plan
 from specpaged.testing import synthetic_pair
 from tests import toys
 from tests.engine.test_draft_planner import Member
 from tests.engine.test_engine import generate, make_llm
 from tests.speculation.simulation import PLAIN_SECONDS, costs
 
+LOOKS_AGAIN = Controller.looks_in  # steps
+
 
 class Planned:
     """Says how many drafts are planned, and whom to look back at; and keeps what it is told."""
+
+    looks_in = LOOKS_AGAIN
 
     def __init__(self, draft=0.05):
         self.costs = costs(draft)
@@ -86,15 +90,27 @@ def test_while_a_plan_without_drafts_stands_it_is_asked_whom_to_look_back_at():
     controller = Planned()
     controller.num_drafts, controller.num_steps = 0, 100
     planner, member = planner_of(controller, step_seconds=0.1), Member()
-    plans = [planner.plan([member]) for _ in range(_LOOKS_AGAIN + 1)]
+    plans = [planner.plan([member]) for _ in range(LOOKS_AGAIN + 1)]
     assert controller.num_plans == 1
-    assert controller.asked_to_look == [_LOOKS_AGAIN]
-    assert [tuple(plan.glances) for plan in plans] == [()] * _LOOKS_AGAIN + [(0,)]
+    assert controller.asked_to_look == [LOOKS_AGAIN]
+    assert [tuple(plan.glances) for plan in plans] == [()] * LOOKS_AGAIN + [(0,)]
     assert plans[-1].num_draft_tokens == [0]
     assert not planner.plan([member]).looks_back
     assert planner.rounds([member])[3], "what comes behind one round is known"
-    planner.went_on(_LOOKS_AGAIN - 2)
+    planner.went_on(LOOKS_AGAIN - 2)
     assert not planner.rounds([member])[3], "somebody is to be asked"
+
+
+def test_it_is_asked_again_when_the_controller_has_said():
+    controller = Planned()
+    controller.num_drafts, controller.num_steps = 0, 100
+    planner, member = planner_of(controller, step_seconds=0.1), Member()
+    for looks_in in (5, 7, 60):
+        controller.looks_in = looks_in
+        planner.plan([member])  # anew, or looking again
+        for _ in range(looks_in - 1):
+            planner.plan([member])
+    assert controller.asked_to_look == [5, 7]
 
 
 def test_who_drafts_and_heads_are_not_asked_whom_to_look_back_at():
@@ -102,7 +118,7 @@ def test_who_drafts_and_heads_are_not_asked_whom_to_look_back_at():
         controller, member = Planned(), Member()
         controller.num_drafts, controller.num_steps = 0 if follows else 3, 100
         planner = DraftPlanner(controller, follows_target=follows)
-        for _ in range(3 * _LOOKS_AGAIN):
+        for _ in range(3 * LOOKS_AGAIN):
             planner.plan([member])
         assert not controller.asked_to_look
 
@@ -232,7 +248,7 @@ def test_a_controller_that_knows_neither_looks_nor_turns_hears_of_single_drafts(
             self.told.append((num_accepted, num_rejected))
 
     planner, member = planner_of(Old()), Member()
-    for _ in range(2 * _LOOKS_AGAIN):
+    for _ in range(2 * LOOKS_AGAIN):
         assert not planner.plan([member]).looks_back
     member.token_ids, member.num_tokens = [1, 2, 3], 3
     planner.look_back(member, [1, 2, 9])

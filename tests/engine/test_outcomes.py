@@ -73,3 +73,17 @@ def test_who_is_gone_is_not_kept_for_long():
 )
 def test_the_first_draft_that_did_not_come_has_fallen_and_of_those_behind_it_nothing_is_known(drafted, came, outcome):
     assert outcome_of(Draft(drafted), came) == outcome
+
+
+@pytest.mark.parametrize(("num_stood", "is_surprise"), [(8, True), (7, True), (3, False), (0, False)])
+def test_a_look_that_nobody_expected_is_one_however_little_was_seen_before(num_stood, is_surprise):
+    class Expecting(Controller):
+        def expects(self, sequence):
+            return 0.25 if not self.told else 0.9  # before it hears of the look
+
+        def observe_outcomes(self, sequence, num_accepted, num_rejected):
+            self.told.append((num_accepted, num_rejected))
+
+    outcomes = Outcomes(controller := Expecting())
+    assert outcomes.looked_back(member("a"), num_stood, 8 - num_stood) is is_surprise
+    assert controller.told == [(num_stood, 8 - num_stood)]

@@ -242,6 +242,47 @@ def test_where_no_requests_drafts_would_pay_hardly_anybody_looks():
     assert shares[0] < 0.0006 < 0.0012 < shares[1] <= 0.6 * LOOKING
 
 
+def looks_of(credit, of_draft=0.15):
+    """With so many plain steps' time of credit, and a hundredth of one in each step."""
+    looks = Looks(costs(of_draft))
+    looks.share = 0.01
+    looks.earn(1, PLAIN_SECONDS)
+    looks.credit, looks._num_looks = credit * PLAIN_SECONDS, 1
+    return looks
+
+
+def candidate_behind(num_new, context_len=500):
+    return Candidate("a", 8, 1 + num_new, num_new, context_len)
+
+
+def test_it_is_said_when_there_will_be_credit_for_a_look():
+    price = costs(0.15).draft.of_rows(8) + costs(0.15).proposal(1) / 2
+    steps = math.ceil(price / (0.01 * PLAIN_SECONDS))
+    looks = looks_of(0.0)
+    assert looks.choose([candidate_behind(8)], [0], [0]) == ([], [])
+    assert looks.due == steps == 18
+    looks.earn(steps, PLAIN_SECONDS)
+    assert looks.choose([candidate_behind(8)], [0], [0]) == ([0], [])
+    assert looks.due in (steps - 1, steps), "as long again, for the next one, but for what is left"
+
+
+def test_nobody_waits_for_credit_that_is_never_earned():
+    looks = looks_of(0.0)
+    looks.share = 0.0
+    looks.earn(1, PLAIN_SECONDS)
+    assert looks.choose([candidate_behind(8)], [0], [0]) == ([], [])
+    assert looks.due == 64
+
+
+def test_who_has_just_stopped_is_not_looked_at_at_once_though_there_is_credit():
+    """A look at 5 tokens takes what is earned in 17 steps, or a few more for a few more tokens: a fifth of that."""
+    looks = looks_of(1.0, of_draft=0.4)
+    assert looks.choose([candidate_behind(5)], [0], [8.0]) == ([], [])
+    assert looks.due == 4
+    assert looks.choose([candidate_behind(9)], [0], [8.0]) == ([0], [])
+    assert looks_of(1.0, of_draft=0.4).choose([candidate_behind(5)], [0], [0.0]) == ([0], []), "of it nothing is known"
+
+
 def test_who_looks_in_vain_gets_weary_until_somebody_drafts():
     looks = Looks(costs(0.05))
     candidates = [Candidate(i, 8, lag=17, num_unseen=16) for i in range(2)]
