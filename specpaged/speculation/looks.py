@@ -35,7 +35,7 @@ class Looks:
         self.share = 0.0  # of the time, that goes into looking
         self._earned_since = 0  # steps of the plan that stands, whose share is earned
         self._per_step = 0.0  # credit, earned in a step
-        self.due = _MOST_WAIT  # steps, behind which there may be somebody to look at, as it was when that was asked last
+        self.due = _MOST_WAIT  # steps, behind which there may be somebody to look at, as of the last choice
         self._num_looks = self._num_in_vain = 0
         # Of each that was glanced at: the tokens that it had then, and how many looks there had been.
         self._glanced: dict[Hashable, tuple[int, int]] = {}
