@@ -68,7 +68,7 @@ def never_looks_back(patch):
 
 def looks_without_bound(patch):
     def earn(self, num_steps, plain_seconds, since_plan=False):
-        self.most = self.credit = 100.0 * plain_seconds
+        self.most = self.credit = self._per_step = 100.0 * plain_seconds
 
     patch.setattr(Looks, "earn", earn)
 
