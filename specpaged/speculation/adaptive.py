@@ -9,7 +9,7 @@ from functools import partial
 
 from typing_extensions import override
 
-from specpaged.speculation.acceptance import AcceptanceModel, RequestAcceptance
+from specpaged.speculation.acceptance import AcceptanceModel
 from specpaged.speculation.controller import Candidate, MeasuringController, Plan
 from specpaged.speculation.cost_model import CostModel
 from specpaged.speculation.decisions import ALIKE, Decision, Decisions
@@ -145,11 +145,11 @@ class AdaptiveController(MeasuringController):
     def observe_drafts(
         self, sequence: Hashable, num_accepted: int, num_rejected: int, evidence: Sequence[float] | None = None
     ) -> None:
-        self.acceptance.observe(self.request(sequence), num_accepted, num_rejected, evidence)
+        self.acceptance.observe(self.requests.of(sequence), num_accepted, num_rejected, evidence)
 
     @override
     def observe_outcomes(self, sequence: Hashable, num_accepted: int, num_rejected: int) -> None:
-        self.acceptance.count(self.request(sequence), num_accepted, num_rejected)
+        self.acceptance.count(self.requests.of(sequence), num_accepted, num_rejected)
 
     @override
     def expects(self, sequence: Hashable) -> float:
@@ -168,10 +168,6 @@ class AdaptiveController(MeasuringController):
     def num_requests(self) -> int:
         """The sequences that are remembered."""
         return len(self.requests)
-
-    def request(self, sequence: Hashable) -> RequestAcceptance:
-        """What drafts of the sequence have shown."""
-        return self.requests.of(sequence)
 
     def _begin_plan(self, candidates: Sequence[Candidate], num_steps: int) -> None:
         self.prospects.count_plan()
@@ -279,7 +275,7 @@ class AdaptiveController(MeasuringController):
         self, candidates: Sequence[Candidate], counts: Sequence[int], deepest: Sequence[int], rate: float
     ) -> StopRule:
         """Of drafts that are `counts` in the mean, and up to `deepest`, as evidence turns out."""
-        requests = [self.request(c.sequence) for c, count in zip(candidates, counts, strict=True) if count]
+        requests = [self.requests.of(c.sequence) for c, count in zip(candidates, counts, strict=True) if count]
         num_drafts, most = sum(counts), sum(deepest)
         times = self._times.of(len(candidates), most)
         row_seconds = (times.verify[num_drafts] - times.verify[0]) / num_drafts  # as steps go, between two nodes of f

@@ -7,12 +7,13 @@ from dataclasses import replace
 
 from typing_extensions import override
 
-from specpaged.speculation.acceptance import AcceptanceModel, RequestAcceptance, logit
+from specpaged.speculation.acceptance import AcceptanceModel, logit
 from specpaged.speculation.adaptive import AdaptiveController
 from specpaged.speculation.controller import Candidate, MeasuringController, Plan
 from specpaged.speculation.cost_model import CostModel
 from specpaged.speculation.lookup_choice import LookupChoice
 from specpaged.speculation.pass_seconds import PassShape
+from specpaged.speculation.requests import Requests
 from specpaged.speculation.selection import select
 from specpaged.speculation.step_times import StepTimes, TimesOfSteps
 from specpaged.speculation.stop_rule import StopRule
@@ -55,7 +56,7 @@ class CombinedController(MeasuringController):
     def num_requests(self) -> int:
         """The sequences that are remembered."""
         models = self.lookups if self.model is None else [*self.lookups, self.model]
-        return max(model.num_requests for model in models)
+        return max(len(model.requests) for model in models)
 
     @override
     def plan(self, candidates: Sequence[Candidate], num_steps: int = 1) -> Plan:
@@ -112,7 +113,7 @@ class CombinedController(MeasuringController):
     @override
     def forget(self, sequence: Hashable) -> None:
         for lookup in self.lookups:
-            lookup.requests.pop(sequence, None)
+            lookup.requests.forget(sequence)
         if self.model is not None:
             self.model.forget(sequence)
 
@@ -130,7 +131,7 @@ class CombinedController(MeasuringController):
         row_tokens = max(0.0, rate * (times.verify[num_rows] - times.verify[0]) / num_rows) if num_rows else 0.0
         share = rate * proposal / max(1, sum(map(bool, counts)))
         rules = [
-            of.calibrated(StopRule.of(of.acceptance, [of.request(c.sequence) for c in candidates], row_tokens, 0.0))
+            of.calibrated(StopRule.of(of.acceptance, [of.requests.of(c.sequence) for c in candidates], row_tokens, 0.0))
             for of in self.lookups
         ]
         return [
@@ -151,7 +152,7 @@ class CombinedController(MeasuringController):
         """Of so many drafts of the model's."""
         if not count:
             return ()
-        request = self.model.request(candidate.sequence)
+        request = self.model.requests.of(candidate.sequence)
         return self.model.acceptance.chances(self.model.acceptance.expected_logit(request), count)
 
     def _proposal_seconds(self, times: StepTimes, counts: Sequence[int]) -> float:
@@ -176,12 +177,12 @@ class _LookupAcceptance:
 
     def __init__(self) -> None:
         self.acceptance = AcceptanceModel()
-        self.requests: dict[Hashable, RequestAcceptance] = {}
+        self.requests = Requests(self.acceptance)
         self._num_seen = self._num_expected = self._num_stood = 0.0  # drafts, older ones for less
 
     def observe(self, sequence: Hashable, num_accepted: int, num_rejected: int, evidence: Sequence[float]) -> None:
         """See Controller.observe_lookup."""
-        request, num_drafts = self.request(sequence), num_accepted + num_rejected
+        request, num_drafts = self.requests.of(sequence), num_accepted + num_rejected
         rule = StopRule.of(self.acceptance, [request], 0.0, 0.0)
         for j in range(num_drafts):
             expected = rule.chance(1.0, j, evidence[j], 0)
@@ -198,10 +199,3 @@ class _LookupAcceptance:
         stood = (self._num_stood + _PRIOR_DRAFTS * expected) / (self._num_seen + _PRIOR_DRAFTS)
         offset = logit(stood) - logit(expected)
         return replace(rule, leads=[lead + offset for lead in rule.leads])
-
-    @property
-    def num_requests(self) -> int:
-        return len(self.requests)
-
-    def request(self, sequence: Hashable) -> RequestAcceptance:
-        return self.requests.setdefault(sequence, RequestAcceptance())

@@ -76,7 +76,8 @@ class Looks:
         credit, is glanced at, if that can be done: which of the chosen ones comes second. That is done as often as
         there are tokens that no glance has seen, and of several first to whom it was done the longest ago. Else who is
         too far behind is given up; but prompts are long, and of nobody's drafts would ever be known whether they stand:
-        one may be looked at on debt.
+        one may be looked at on debt. Where nobody drafts, who has just stopped is not looked at yet. In how many steps
+        there may be somebody again is `due` from then on.
         """
         is_alone = not any(counts)
         if not is_alone:
@@ -108,7 +109,7 @@ class Looks:
             if is_glance:
                 num_rows = GLANCE
                 seconds = draft.of_rows(rows + num_rows) - before
-                if not self._is_worth_a_glance(candidate):
+                if self._num_since_glance(candidate) < GLANCE // 2:  # fewer than one tells of
                     continue
             if is_alone and num_outcomes[i] >= _KNOWN and self._is_too_early(candidate, seconds):
                 continue
@@ -133,8 +134,7 @@ class Looks:
         """Whether but a small part of the time has gone by, that it takes to earn so many seconds, since its last
         outcome.
         """
-        num_tokens, _ = self._glanced.get(candidate.sequence, _NEVER)
-        num_new = min(candidate.num_unseen, candidate.context_len - num_tokens)
+        num_new = min(candidate.num_unseen, self._num_since_glance(candidate))
         missing = _APART * seconds - num_new * self._per_step
         if missing > 0.0:
             self._wait_for(self.credit + missing)
@@ -151,10 +151,10 @@ class Looks:
         """In tokens to read."""
         return GLANCE if candidate.may_glance and candidate.lag > _FAR_BEHIND else candidate.lag
 
-    def _is_worth_a_glance(self, candidate: Candidate) -> bool:
-        """Whether as many tokens have come as one tells of, since the last one."""
+    def _num_since_glance(self, candidate: Candidate) -> int:
+        """Its tokens that have come since it was glanced at last."""
         num_tokens, _ = self._glanced.get(candidate.sequence, _NEVER)
-        return candidate.context_len >= num_tokens + GLANCE // 2
+        return candidate.context_len - num_tokens
 
     def forget(self, sequence: Hashable) -> None:
         """The sequence has ended."""

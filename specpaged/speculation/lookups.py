@@ -99,7 +99,7 @@ class LookupController(AdaptiveController):
         """It keeps about those that were selected lately."""
         if not self.by_evidence:
             return None
-        requests, num_seqs = [self.request(c.sequence) for c in candidates if c.most], len(candidates)
+        requests, num_seqs = [self.requests.of(c.sequence) for c in candidates if c.most], len(candidates)
         num_drafts = round(self.selecting.num_drafts * num_seqs)
         further = 1 + num_drafts // 2
         times = self._times.of(num_seqs, num_drafts + further)

@@ -76,6 +76,14 @@ def test_an_answer_that_stops_cut_into_is_whole(tmp_path):
     assert len(answered["token_ids"]) == 100_000
 
 
+def test_an_answer_that_is_broken_ends_the_run(tmp_path):
+    server = Contender("broken", [sys.executable, "-c", "input(); print('{\"began\": 0')"], 1, tmp_path)
+    server.ask(1)
+    with pytest.raises(json.JSONDecodeError):
+        server.answer()
+    server.close()
+
+
 def _stops(server: Contender) -> bool:
     """Whether its process is stopped, or is so within a while."""
     for _ in range(500):

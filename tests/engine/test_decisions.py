@@ -34,7 +34,7 @@ PARAMS = [
 class Whim:
     """Decides by chance whatever may be decided, and keeps what it is told."""
 
-    looks_in = 32
+    looks_in = 2  # in every second step of a plan without drafts
 
     def __init__(self, seed, looks_back=True, num_steps=(1, 1, 1, 1, 3, 8)):
         self.rng = random.Random(seed)
@@ -98,8 +98,7 @@ class Whim:
 
 @pytest.fixture(autouse=True)
 def _looks_again_often(monkeypatch):
-    """In every second step of a plan without drafts."""
-    monkeypatch.setattr(Whim, "looks_in", 2)
+    """Whenever a Whim says so."""
     monkeypatch.setattr(draft_planner, "_LOOKING_AGAIN", (0.0, 1.0, 1, 1))
 
 

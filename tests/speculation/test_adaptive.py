@@ -275,7 +275,7 @@ def test_nobody_waits_for_credit_that_is_never_earned():
 
 
 def test_who_has_just_stopped_is_not_looked_at_at_once_though_there_is_credit():
-    """A look at 5 tokens takes what is earned in 17 steps, or a few more for a few more tokens: a fifth of that."""
+    """A look takes what is earned in 43 steps. As long as up to ten rows take, it is a fifth of that that goes by."""
     looks = looks_of(1.0, of_draft=0.4)
     assert looks.choose([candidate_behind(5)], [0], [8.0]) == ([], [])
     assert looks.due == 4
