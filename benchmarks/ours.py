@@ -20,6 +20,7 @@ MAX_MODEL_LEN = 512
 MAX_NUM_SEQS = 128
 MAX_NUM_BATCHED_TOKENS = 2048
 TURN_SECONDS = 0.03  # shorter than most of the noise, which then hits all contenders; longer than caches take to fill
+TURN_STEPS = 4  # at least: of what the last one took, its engine hears nothing
 _PASSES = ("forward", "greedy", "greedy_steps", "rounds")
 _DECIDING = ("plan", "rounds", "select", "look_back", "committed", "fared", "told", "went_on", "begin", "forget")
 _LISTENING = ("begin", "scored", "ran", "proposed", "proposed_for")
@@ -149,22 +150,26 @@ class Stint:
         return not self._waiting and not self.ours.llm.engine.has_unfinished_requests
 
     def go_on(self, seconds: float) -> None:
-        """Step for so long, or to the end."""
+        """Step for so long, and at least some times, or to the end. What others do then is no part of its last step."""
         engine, waiting = self.ours.llm.engine, self._waiting
+        num_steps = 0
         start = now = time.perf_counter()
-        while now - start < seconds and not self.is_done:
+        while (now - start < seconds or num_steps < TURN_STEPS) and not self.is_done:
             for _ in range(self.num_admitted(len(engine.requests))):
                 if waiting:
                     index, prompt = waiting.popleft()
                     engine.add_request(str(index), prompt, self.params_of(index))
                     self.latencies[index] -= self.seconds + now - start
             outputs = engine.step()
+            num_steps += 1
             now = time.perf_counter()
             for output in outputs:
                 index = int(output.request_id)
                 self.token_ids[index] = output.outputs[0].token_ids
                 self.latencies[index] += self.seconds + now - start
         self.seconds += now - start
+        if (planner := engine.speculative_step.planner) is not None:
+            planner.clock.idle()
 
     def num_admitted(self, num_running: int) -> int:
         """How many requests come now, with so many in the engine."""

@@ -179,7 +179,7 @@ class StepClock:
         self._listening.took(self._heard_seconds + time.perf_counter() - now)
 
     def idle(self) -> None:
-        """Nobody is left: what time goes by from now on is no part of the last step."""
+        """Nobody is left, or the host turns to something else: what time goes by now is no part of the last step."""
         self._tells_rest = False
 
     def every(self, chore: Chore) -> int:
