@@ -94,7 +94,8 @@ class AdaptiveController(MeasuringController):
         if was_drafting and self._is_drafting and self.is_timed and not self.costs.overlaps:
             speed, expected = rate * plain_seconds / len(candidates), partial(self._expected, candidates, logits)
             proposal_seconds = self.costs.proposal_of_round(len(candidates))
-            tried = self.trials.next(counts, speed, num_steps, expected, proposal_seconds)
+            rest_doubt = self._times.of(len(candidates), 0).rest_doubt
+            tried = self.trials.next(counts, speed, num_steps, expected, proposal_seconds, rest_doubt)
             if tried is not None:
                 self._trial = Plan(tried, num_steps=TRIAL_STEPS, is_trial=True)
                 return self._trial

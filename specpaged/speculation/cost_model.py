@@ -10,13 +10,14 @@ from collections.abc import Mapping, Sequence
 from specpaged.speculation.draft_passes import DraftPasses
 from specpaged.speculation.pass_errors import PassErrors
 from specpaged.speculation.pass_seconds import SHOWN, PassSeconds, PassShape, believed
-from specpaged.speculation.surprises import FEWEST, NUM_RECENT, Surprises
+from specpaged.speculation.surprises import FEW, FEWEST, NUM_RECENT, Surprises
 
 _WAIT, _MOST_WAITS = 10, 16  # times as long as expected; and so often one after another, which is no wait any more
 _NEWTON = 4  # steps, which double the digits that are right
 # Of what a step takes beside its passes, for each round behind the first one. What is there once in a call does not
 # grow beyond so many rounds; what is there for each sequence does.
 _FURTHER_ROUND, _FEW_ROUNDS = 0.25, 4
+_UNHEARD = 0.4  # the standard deviation, in logarithms, of a plain step's rest that is known of steps that draft
 _LEAST_LEFT = 0.5  # of what a proposal takes beside its passes, at once
 _BESIDES = ("seconds_per_proposal", "seconds_per_step", "seconds_per_drafting", "seconds_per_sequence")
 _BESIDES += ("seconds_saved", "first_share")
@@ -36,8 +37,8 @@ class CostModel:
 
     The rest of a step that drafts takes `drafting_rest(B)` times as long, and what that is more is part of the
     proposal. As long as plain steps of about as many sequences have not been heard, it is taken for what all steps have
-    in common: a host's own work. That, too, is no straight line in B: what an octave of it has shown says nothing of
-    others that are known.
+    in common, a host's own work, and is in doubt. That, too, is no straight line in B: what an octave of it has shown
+    says nothing of others that are known.
 
     A host that makes one step of several rounds takes hardly more for all of them: each further round adds a share of
     what there is for each sequence, and the first few of what is there once. So it does of `plain_rounds` where nothing
@@ -111,6 +112,11 @@ class CostModel:
         """How many times as long the rest takes where drafts are made: as it is known of the nearest octave."""
         known, octave = self._drafting_rests, num_seqs.bit_length()
         return known[min(known, key=lambda other: abs(other - octave))] if known else 1.0
+
+    def rest_doubt(self, num_seqs: int) -> float:
+        """The standard deviation, in logarithms, of the rest of plain steps: known, or only of steps that draft."""
+        octave = num_seqs.bit_length()
+        return _UNHEARD if self._num_plain[octave] < FEW and self._num_heard[octave] >= FEWEST else 0.0
 
     def proposal(self, num_seqs: int) -> float:
         """Of a proposal for so many, beside its passes, with what the rest of its step takes more than of others."""
@@ -210,7 +216,7 @@ class CostModel:
             self._num_plain[octave] += 1
             self._num_heard[octave] += 1
             self._of_rest[octave].add(math.log(seconds / expected) - self._of_target.newest)
-            factor = self._of_rest[octave].take_shift()
+            factor = self._of_rest[octave].take_shift(FEW if self._num_plain[octave] < FEWEST else FEWEST)
             self._scale_rest(factor, num_seqs, num_rounds)
             if octave in self._drafting_rests:
                 self._drafting_rests[octave] /= factor
@@ -229,7 +235,7 @@ class CostModel:
             if factor == 1.0:
                 return
             over_rest = factor * before  # of what was thought of steps without drafts
-            after = self._drafting_rests[octave] = max(1.0, over_rest if self._num_plain[octave] >= FEWEST else before)
+            after = self._drafting_rests[octave] = max(1.0, over_rest if self._num_plain[octave] >= FEW else before)
             self._scale_rest(over_rest / after, num_seqs, num_rounds)  # who drafts does all that others do
 
     def _is_heard(self, seconds: float, expected: float, kind: tuple[int, bool]) -> bool:

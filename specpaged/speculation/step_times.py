@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,7 @@ class StepTimes:
     first: list[float]  # [n]: until n sequences have a draft each; nothing where no model drafts
     later: list[float]  # [n]: for each further one
     doubt: float  # the standard deviation, in logarithms, of what steps with a few drafts take beside plain ones
+    rest_doubt: float = 0.0  # what of it is of the rest
     uses: int = 0
 
     def drafting(self, lengths: Sequence[int]) -> float:
@@ -44,13 +46,15 @@ class StepTimes:
             plain += costs.rest(batch_size, costs.plain_rounds) / costs.plain_rounds
             of_sequences += costs.rest(batch_size, costs.drafting_rounds) / costs.drafting_rounds
         verify = [rows[n] + n * per_row + of_sequences for n in range(batch_size, batch_size + most_drafts + 1)]
-        doubt = costs.errors.doubt(batch_size, _SEVERAL * batch_size)
+        rest = 0.0 if costs.hides_host else costs.rest(batch_size, costs.plain_rounds) / costs.plain_rounds / plain
+        rest_doubt = rest * costs.rest_doubt(batch_size)
+        doubt = math.hypot(costs.errors.doubt(batch_size, _SEVERAL * batch_size), rest_doubt)
         if costs.draft is None:
-            return cls(context, plain, verify, [], [], doubt)
+            return cls(context, plain, verify, [], [], doubt, rest_doubt)
         first, later = costs.drafting.tables(batch_size, context)
         besides = 0.0 if costs.hides_host else costs.proposals_per_round * costs.seconds_per_drafting
         first = [seconds + n * besides for n, seconds in enumerate(first)]
-        return cls(context, plain, verify, first, later, doubt)
+        return cls(context, plain, verify, first, later, doubt, rest_doubt)
 
 
 class TimesOfSteps:

@@ -37,7 +37,7 @@ class _Turns:
         self._num_untried, self._every = 0, min(_LATER, 2 * self._every)
 
     def repeat(self) -> None:
-        """It was cut short: it is due again as soon as it was."""
+        """It has not told enough: it is due again as soon as it was."""
         self._every = self._before
 
     def put_off(self) -> None:
@@ -69,18 +69,22 @@ class Trials:
         num_steps: int,
         expected: Callable[[], tuple[Chances, StepTimes]],
         proposal_seconds: float = 0.0,
+        rest_doubt: float = 0.0,
     ) -> list[int] | None:
         """The drafts of one that is due: half of these or none, by turns, or twice as many. None where none is due.
 
         So many steps with such drafts there were since last, so many times as fast as plain ones, as is believed.
         `expected` says what comes of all drafts that there could be, and what steps with them take; a proposal takes
-        `proposal_seconds` beside its passes.
+        `proposal_seconds` beside its passes. What plain steps take beside theirs may be in doubt: then none are tried,
+        until it is not.
         """
         self._last = None
         fewer_is_due, more_is_due = self._of_fewer.pass_by(num_steps), self._of_more.pass_by(num_steps)
         if fewer_is_due:
-            if (tried := self._fewer(counts, speed)) is not None:
+            if (tried := self._fewer(counts, speed, rest_doubt)) is not None:
                 self._take(self._of_fewer)
+                if rest_doubt:
+                    self._of_fewer.repeat()
                 return tried
             self._of_fewer.put_off()
         if more_is_due:
@@ -99,12 +103,12 @@ class Trials:
         turns.take()
         self._last = turns
 
-    def _fewer(self, counts: Sequence[int], speed: float) -> list[int] | None:
+    def _fewer(self, counts: Sequence[int], speed: float, rest_doubt: float) -> list[int] | None:
         """By turns half of the drafts and no drafts, as long as it is in doubt whether they gain anything."""
-        doubt = self.errors.doubt(len(counts), len(counts) + sum(counts))
+        doubt = math.hypot(self.errors.doubt(len(counts), len(counts) + sum(counts)), rest_doubt)
         if math.log(speed) >= _DOUBTS * max(_DOUBT, doubt):
             return None
-        self._halves = not self._halves and max(counts) > 1
+        self._halves = not (self._halves or rest_doubt) and max(counts) > 1
         return [(count + 1) // 2 if self._halves else 0 for count in counts]
 
     def _more(

@@ -258,6 +258,30 @@ def test_what_only_steps_that_draft_have_shown_of_so_many_sequences_is_not_held_
     assert model.proposal(1) == 0
 
 
+def test_a_plain_steps_rest_is_in_doubt_while_only_steps_that_draft_were_heard_and_a_few_plain_ones_settle_it():
+    model = CostModel(PassSeconds(NODES, known()), seconds_per_step=0.1)
+
+    def hear(num_drafting, num_plain):
+        for i in range(max(num_drafting, num_plain)):
+            model.observe_target(PassShape(16, 1), model.target.of_rows(16))
+            if i < num_drafting:
+                model.observe_proposal([], 1e-4, 1, 0.5)
+            if i < num_plain:
+                model.observe_rest(0.2, 1)
+
+    assert model.rest_doubt(1) == 0, "nothing was heard, and what was probed is known of both"
+    hear(40, 0)
+    assert model.rest(1) == pytest.approx(0.5, rel=0.05)
+    assert model.rest_doubt(1) > 0.2
+    assert model.rest_doubt(8) == 0
+    times = StepTimes.of(model, 1, 2, 0.0)
+    assert times.rest_doubt == pytest.approx(model.rest_doubt(1) * model.rest(1) / times.plain)
+    assert times.doubt > times.rest_doubt
+    hear(0, 5)
+    assert (model.rest(1), model.rest(1) * model.drafting_rest(1)) == pytest.approx((0.2, 0.5), rel=0.05)
+    assert model.rest_doubt(1) == StepTimes.of(model, 1, 2, 0.0).rest_doubt == 0
+
+
 def test_a_proposal_is_spread_over_rounds_whose_drafts_are_made_within_them():
     """What falls to each proposal, and to each of its two sequences, which is part of their first draft."""
     draft = PassSeconds([1, 64], [0.05, 0.05])

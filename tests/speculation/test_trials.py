@@ -32,6 +32,16 @@ def test_where_drafting_gains_little_half_of_the_drafts_and_none_are_tried_by_tu
     assert [later - step for step, later in zip([-1, *steps], steps, strict=False)] == [16, 32, 64, 128, 256]
 
 
+def test_while_the_rest_of_plain_steps_is_in_doubt_none_are_tried_and_no_less_often():
+    """Though what passes take leaves no doubt that drafting gains."""
+    trials, found = Trials(costs(0.15).errors), []
+    for step in range(400):
+        rest_doubt = 0.3 if step < 100 else 0.0
+        if (counts := trials.next([4, 1, 0], 1.5, 1, lambda: expected(9.0, 6), rest_doubt=rest_doubt)) is not None:
+            found.append((step, counts))
+    assert found == [(step, [0, 0, 0]) for step in range(15, 100, 16)]
+
+
 def test_who_gains_by_drafting_beyond_doubt_tries_no_fewer():
     assert not tried(Trials(costs(0.15).errors), [4], 3.0, expected(9.0, 6, 1))
 
