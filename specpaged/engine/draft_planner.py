@@ -195,10 +195,11 @@ class DraftPlanner:
         if asks or sequences != standing.sequences:
             return 1, [], None, False
         drafts = standing.drafts
-        num_rounds = max(1, min(self.calls.most_rounds(len(sequences), drafts), standing.num_left))
-        looks = drafts and self.looks_at_rounds
+        # Of a trial of none, the last one is a call of its own: behind that, others draft, and its rest is not plain.
+        num_left = standing.num_left - (plan.is_trial and not drafts and standing.num_left > 1)
+        num_rounds = max(1, min(self.calls.most_rounds(len(sequences), drafts), num_left))
         next_asked = min(standing.num_left, standing.looks_in)
-        goes_on = num_rounds < next_asked and self.clock.num_steps > OFTEN and not looks
+        goes_on = num_rounds < next_asked and self.clock.num_steps > OFTEN and not (drafts and self.looks_at_rounds)
         return num_rounds, list(counts), plan.stop_rule, goes_on
 
     @property

@@ -78,7 +78,8 @@ class AdaptiveController(MeasuringController):
         looking = LOOKING
         if not self._is_drafting:
             looking = self.prospects.share_of_looking(len(candidates), max(c.most for c in candidates))
-        plain_seconds = self._times.of(len(candidates), 0).plain
+        plain = self._times.of(len(candidates), 0)
+        plain_seconds = plain.plain
         self.looks.share = looking
         self.looks.earn(num_steps, plain_seconds)
         if not looking:  # not even certain drafts would pay, if passes take what is thought
@@ -94,8 +95,7 @@ class AdaptiveController(MeasuringController):
         if was_drafting and self._is_drafting and self.is_timed and not self.costs.overlaps:
             speed, expected = rate * plain_seconds / len(candidates), partial(self._expected, candidates, logits)
             proposal_seconds = self.costs.proposal_of_round(len(candidates))
-            rest_doubt = self._times.of(len(candidates), 0).rest_doubt
-            tried = self.trials.next(counts, speed, num_steps, expected, proposal_seconds, rest_doubt)
+            tried = self.trials.next(counts, speed, num_steps, expected, proposal_seconds, plain.rest_doubt)
             if tried is not None:
                 self._trial = Plan(tried, num_steps=TRIAL_STEPS, is_trial=True)
                 return self._trial

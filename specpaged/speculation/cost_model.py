@@ -37,8 +37,8 @@ class CostModel:
 
     The rest of a step that drafts takes `drafting_rest(B)` times as long, and what that is more is part of the
     proposal. As long as plain steps of about as many sequences have not been heard, it is taken for what all steps have
-    in common, a host's own work, and is in doubt. That, too, is no straight line in B: what an octave of it has shown
-    says nothing of others that are known.
+    in common: a host's own work; what plain ones take is in doubt then. That, too, is no straight line in B: what an
+    octave of it has shown says nothing of others that are known.
 
     A host that makes one step of several rounds takes hardly more for all of them: each further round adds a share of
     what there is for each sequence, and the first few of what is there once. So it does of `plain_rounds` where nothing
@@ -114,9 +114,13 @@ class CostModel:
         return known[min(known, key=lambda other: abs(other - octave))] if known else 1.0
 
     def rest_doubt(self, num_seqs: int) -> float:
-        """The standard deviation, in logarithms, of the rest of plain steps: known, or only of steps that draft."""
+        """The standard deviation, in logarithms, of plain steps' rest; 0 but where only steps that draft were heard."""
         octave = num_seqs.bit_length()
-        return _UNHEARD if self._num_plain[octave] < FEW and self._num_heard[octave] >= FEWEST else 0.0
+        return _UNHEARD if self._num_plain[octave] < FEW and self._is_of_drafting(octave) else 0.0
+
+    def _is_of_drafting(self, octave: int) -> bool:
+        """Whether what is known of its rest may be what steps that draft have shown."""
+        return self._num_plain[octave] < FEWEST <= self._num_heard[octave] - self._num_plain[octave]
 
     def proposal(self, num_seqs: int) -> float:
         """Of a proposal for so many, beside its passes, with what the rest of its step takes more than of others."""
@@ -211,15 +215,15 @@ class CostModel:
         What is ten times as long as expected was a wait, if it is not so in every step.
         """
         expected = self.rest(num_seqs, num_rounds)
-        octave = num_seqs.bit_length()
-        if self._is_heard(seconds, expected, (octave, False)):
+        if self._is_heard(seconds, expected, ((octave := num_seqs.bit_length()), False)):
             self._num_plain[octave] += 1
             self._num_heard[octave] += 1
             self._of_rest[octave].add(math.log(seconds / expected) - self._of_target.newest)
-            factor = self._of_rest[octave].take_shift(FEW if self._num_plain[octave] < FEWEST else FEWEST)
+            is_of_drafting = self._is_of_drafting(octave)
+            factor = self._of_rest[octave].take_shift(FEW if is_of_drafting else FEWEST)
+            if factor != 1.0 and (is_of_drafting or octave in self._drafting_rests):
+                self._drafting_rests[octave] = self.drafting_rest(num_seqs) / factor  # of them it is known as before
             self._scale_rest(factor, num_seqs, num_rounds)
-            if octave in self._drafting_rests:
-                self._drafting_rests[octave] /= factor
 
     def expect_rest(self, seconds_per_step: float, seconds_per_sequence: float) -> None:
         """What a step takes beside its passes under this host, until it has been heard."""
@@ -260,6 +264,7 @@ class CostModel:
         unknown = {octave, *self._num_heard} - {other.bit_length() for other in others}
         for moved in unknown:  # what was surprising is expected by now, or something else is
             self._of_rest.pop(moved, None)
+            self._num_plain[moved] *= self._num_plain[moved] >= FEW
             self._of_drafting_rest.pop(moved, None)
         if others and octave in self._rest_factors:
             self._rest_factors[octave] *= factor

@@ -46,8 +46,10 @@ class StepTimes:
             plain += costs.rest(batch_size, costs.plain_rounds) / costs.plain_rounds
             of_sequences += costs.rest(batch_size, costs.drafting_rounds) / costs.drafting_rounds
         verify = [rows[n] + n * per_row + of_sequences for n in range(batch_size, batch_size + most_drafts + 1)]
-        rest = 0.0 if costs.hides_host else costs.rest(batch_size, costs.plain_rounds) / costs.plain_rounds / plain
-        rest_doubt = rest * costs.rest_doubt(batch_size)
+        rest_doubt = 0.0
+        if not (costs.hides_host or costs.following):  # heads follow in plain steps, too, whose rest is not told alone
+            rest = costs.rest(batch_size, costs.plain_rounds) / costs.plain_rounds
+            rest_doubt = rest / plain * costs.rest_doubt(batch_size)
         doubt = math.hypot(costs.errors.doubt(batch_size, _SEVERAL * batch_size), rest_doubt)
         if costs.draft is None:
             return cls(context, plain, verify, [], [], doubt, rest_doubt)

@@ -8,7 +8,7 @@ from statistics import median
 
 NUM_RECENT = 31  # passes whose median says what all have in common
 FEWEST = NUM_RECENT // 2  # of one kind, that something is known by
-FEW = 5  # that is better known by than by passes of another kind
+FEW = 5  # that tell more of their kind than those of another one do
 _NUM_NEWEST = 5  # of them, whose median says how busy the machine is at this moment
 _MEDIAN_EVERY = 8  # passes
 _SHIFT = 0.05  # in the logarithm: a median beyond it is no noise
@@ -35,11 +35,13 @@ class Surprises:
         return median(list(self._last)[-_NUM_NEWEST:]) if self._last else 0.0
 
     def take_shift(self, fewest: int = FEWEST) -> float:
-        """The factor that most of the last passes show, of `fewest` at least, which is expected from now on; 1 as long
-        as there is none.
+        """The factor that most of the last passes show, which is expected from now on; 1 as long as there is none, or
+        there were not `fewest`. Of fewer than are wanted otherwise, the newest ones show it.
         """
+        if self._num_seen < fewest:
+            return 1.0
         shown = self.median if self._num_seen >= FEWEST else self.newest
-        if self._num_seen < fewest or abs(shown) < _SHIFT:
+        if abs(shown) < _SHIFT:
             return 1.0
         self._last.clear()
         self._num_seen, self.median = 0, 0.0

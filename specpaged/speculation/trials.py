@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from specpaged.speculation.cost_model import CostModel
@@ -15,6 +16,8 @@ _DOUBTS = 2.0  # standard deviations: who gains more by drafting need not ask wh
 _DOUBT = 0.03  # at least, in the logarithm of speed
 _FIRST, _LATER = 16, 256  # steps that draft between two of one kind; twice as many after each
 _TOLD_APART = 1.15  # times as many rows: fewer would not be told apart
+# In doubt of the rest, of a step: less of it makes no difference; and trials at most, in batches of an octave.
+_REST_DOUBT, _MOST_IN_DOUBT = 0.01, 6
 _LEAST = 0.05  # of a plain step, what one of a trial of rows costs: were they free, nobody would look any more
 _TRYING_ROWS = 0.001  # of the time, where nothing is drafted, beside what is in advance
 
@@ -23,7 +26,7 @@ class _Turns:
     """Of one kind of trial: the first one after so many steps that draft, and each time twice as many."""
 
     def __init__(self, first: int):
-        self._num_untried, self._every = 0, first
+        self._num_untried, self._every, self._first = 0, first, first
         self._before = first
 
     def pass_by(self, num_steps: int) -> bool:
@@ -37,8 +40,12 @@ class _Turns:
         self._num_untried, self._every = 0, min(_LATER, 2 * self._every)
 
     def repeat(self) -> None:
-        """It has not told enough: it is due again as soon as it was."""
+        """It was cut short: it is due again as soon as it was."""
         self._every = self._before
+
+    def hasten(self) -> None:
+        """It is due as soon as the first one was, at the latest."""
+        self._every = min(self._every, self._first)
 
     def put_off(self) -> None:
         """It was, and there was nothing to try."""
@@ -56,6 +63,7 @@ class Trials:
     def __init__(self, errors: PassErrors):
         self.errors = errors
         self._of_fewer, self._of_more = _Turns(_FIRST), _Turns(2 * _FIRST)
+        self._num_in_doubt: Counter[int] = Counter()  # trials, by the octave of the number of sequences
         self._last: _Turns | None = None  # whose turn it was; of rows, nobody's
         self._halves = False  # whether the last one of fewer was not of none
         self._credit = self._price = 0.0  # seconds for trials of rows, and what the next one takes
@@ -75,16 +83,20 @@ class Trials:
 
         So many steps with such drafts there were since last, so many times as fast as plain ones, as is believed.
         `expected` says what comes of all drafts that there could be, and what steps with them take; a proposal takes
-        `proposal_seconds` beside its passes. What plain steps take beside theirs may be in doubt: then none are tried,
-        until it is not.
+        `proposal_seconds` beside its passes. What plain steps take beside theirs may be in doubt: then a few trials
+        come soon, none of whose steps draft.
         """
+        octave = len(counts).bit_length()
+        if rest_doubt < _REST_DOUBT or self._num_in_doubt[octave] >= _MOST_IN_DOUBT:
+            rest_doubt = 0.0
+        else:
+            self._of_fewer.hasten()
         self._last = None
         fewer_is_due, more_is_due = self._of_fewer.pass_by(num_steps), self._of_more.pass_by(num_steps)
         if fewer_is_due:
             if (tried := self._fewer(counts, speed, rest_doubt)) is not None:
                 self._take(self._of_fewer)
-                if rest_doubt:
-                    self._of_fewer.repeat()
+                self._num_in_doubt[octave] += rest_doubt > 0.0
                 return tried
             self._of_fewer.put_off()
         if more_is_due:
@@ -104,7 +116,9 @@ class Trials:
         self._last = turns
 
     def _fewer(self, counts: Sequence[int], speed: float, rest_doubt: float) -> list[int] | None:
-        """By turns half of the drafts and no drafts, as long as it is in doubt whether they gain anything."""
+        """By turns half of the drafts and no drafts, as long as it is in doubt whether they gain anything; no drafts,
+        as long as the rest is.
+        """
         doubt = math.hypot(self.errors.doubt(len(counts), len(counts) + sum(counts)), rest_doubt)
         if math.log(speed) >= _DOUBTS * max(_DOUBT, doubt):
             return None

@@ -258,8 +258,9 @@ def test_what_only_steps_that_draft_have_shown_of_so_many_sequences_is_not_held_
     assert model.proposal(1) == 0
 
 
-def test_a_plain_steps_rest_is_in_doubt_while_only_steps_that_draft_were_heard_and_a_few_plain_ones_settle_it():
-    model = CostModel(PassSeconds(NODES, known()), seconds_per_step=0.1)
+@pytest.mark.parametrize("thought", [0.1, 0.5])  # wrong for both, and right for steps that draft
+def test_a_plain_steps_rest_is_in_doubt_while_only_steps_that_draft_were_heard_and_a_few_plain_ones_settle_it(thought):
+    model = CostModel(PassSeconds(NODES, known()), seconds_per_step=thought)
 
     def hear(num_drafting, num_plain):
         for i in range(max(num_drafting, num_plain)):

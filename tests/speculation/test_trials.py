@@ -33,13 +33,14 @@ def test_where_drafting_gains_little_half_of_the_drafts_and_none_are_tried_by_tu
 
 
 def test_while_the_rest_of_plain_steps_is_in_doubt_none_are_tried_and_no_less_often():
-    """Though what passes take leaves no doubt that drafting gains."""
+    """Though what passes take leaves no doubt that drafting gains; but only so often, as nobody may listen."""
     trials, found = Trials(costs(0.15).errors), []
-    for step in range(400):
-        rest_doubt = 0.3 if step < 100 else 0.0
-        if (counts := trials.next([4, 1, 0], 1.5, 1, lambda: expected(9.0, 6), rest_doubt=rest_doubt)) is not None:
+    for step in range(1000):
+        if (counts := trials.next([4, 1, 0], 1.5, 1, lambda: expected(9.0, 6), rest_doubt=0.3)) is not None:
             found.append((step, counts))
-    assert found == [(step, [0, 0, 0]) for step in range(15, 100, 16)]
+    assert found == [(step, [0, 0, 0]) for step in range(15, 111, 16)]
+    assert trials.next([1] * 8, 1.5, 16, lambda: expected(9.0, 6, 8), rest_doubt=0.3) == [0] * 8, "another octave"
+    assert trials.next([1] * 8, 1.5, 16, lambda: expected(9.0, 6, 8), rest_doubt=0.001) is None
 
 
 def test_who_gains_by_drafting_beyond_doubt_tries_no_fewer():
@@ -72,6 +73,31 @@ def test_a_controller_that_drafts_by_a_narrow_margin_has_its_trials():
     trials = [plan for plan in plans if plan.is_trial]
     assert trials
     assert all(plan.num_steps == TRIAL_STEPS for plan in trials)
+
+
+def test_a_controller_that_has_heard_only_steps_that_draft_tries_none_until_it_has_heard_a_few_plain_ones():
+    """What else is in doubt is left out: drafting gains more than that."""
+    controller = knowing(AdaptiveController(costs(0.4)))
+    of_costs = controller.costs
+    of_costs.errors._covariance = [[0.0] * len(row) for row in of_costs.errors._covariance]
+    candidates = [Candidate(i, 8) for i in range(2)]
+
+    def plain_trials(num_plans):
+        plans = [controller.plan(candidates, 1) for _ in range(num_plans)]
+        assert any(plans[0].num_draft_tokens)
+        return sum(plan.is_trial and not any(plan.num_draft_tokens) for plan in plans)
+
+    assert plain_trials(60) == 0
+    rest = 3.0 * of_costs.target.of_rows(2)
+    of_costs.expect_rest(rest, 0.0)
+    for _ in range(40):
+        of_costs.observe_proposal([], 1e-4, 2, rest)
+    controller._times.expire()
+    assert plain_trials(60) == 4, "behind sixteen steps each"
+    for _ in range(5):
+        of_costs.observe_rest(0.9 * rest, 2)
+    controller._times.expire()
+    assert plain_trials(60) == 0
 
 
 def test_drafts_of_a_trial_are_verified_whole():
