@@ -214,8 +214,8 @@ class CostModel:
 
         What is ten times as long as expected was a wait, if it is not so in every step.
         """
-        expected = self.rest(num_seqs, num_rounds)
-        if self._is_heard(seconds, expected, ((octave := num_seqs.bit_length()), False)):
+        octave, expected = num_seqs.bit_length(), self.rest(num_seqs, num_rounds)
+        if self._is_heard(seconds, expected, (octave, False)):
             self._num_plain[octave] += 1
             self._num_heard[octave] += 1
             self._of_rest[octave].add(math.log(seconds / expected) - self._of_target.newest)
@@ -264,7 +264,7 @@ class CostModel:
         unknown = {octave, *self._num_heard} - {other.bit_length() for other in others}
         for moved in unknown:  # what was surprising is expected by now, or something else is
             self._of_rest.pop(moved, None)
-            self._num_plain[moved] *= self._num_plain[moved] >= FEW
+            self._num_plain[moved] *= self._num_plain[moved] >= FEW  # fewer are to be heard anew
             self._of_drafting_rest.pop(moved, None)
         if others and octave in self._rest_factors:
             self._rest_factors[octave] *= factor

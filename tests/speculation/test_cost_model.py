@@ -262,11 +262,11 @@ def test_what_only_steps_that_draft_have_shown_of_so_many_sequences_is_not_held_
 def test_a_plain_steps_rest_is_in_doubt_while_only_steps_that_draft_were_heard_and_a_few_plain_ones_settle_it(thought):
     model = CostModel(PassSeconds(NODES, known()), seconds_per_step=thought)
 
-    def hear(num_drafting, num_plain):
+    def hear(num_drafting, num_plain, drafting_rest=0.5):
         for i in range(max(num_drafting, num_plain)):
             model.observe_target(PassShape(16, 1), model.target.of_rows(16))
             if i < num_drafting:
-                model.observe_proposal([], 1e-4, 1, 0.5)
+                model.observe_proposal([], 1e-4, 1, drafting_rest)
             if i < num_plain:
                 model.observe_rest(0.2, 1)
 
@@ -278,6 +278,14 @@ def test_a_plain_steps_rest_is_in_doubt_while_only_steps_that_draft_were_heard_a
     times = StepTimes.of(model, 1, 2, 0.0)
     assert times.rest_doubt == pytest.approx(model.rest_doubt(1) * model.rest(1) / times.plain)
     assert times.doubt > times.rest_doubt
+    model.following = model.target  # of heads, which follow in plain steps, too
+    assert StepTimes.of(model, 1, 2, 0.0).rest_doubt == 0
+    model.following = None
+    hear(0, 4)
+    hear(40, 0, 0.9)
+    hear(0, 4)
+    assert model.rest_doubt(1) > 0.2, "of what was heard before they took longer, nothing is left"
+    hear(40, 0)
     hear(0, 5)
     assert (model.rest(1), model.rest(1) * model.drafting_rest(1)) == pytest.approx((0.2, 0.5), rel=0.05)
     assert model.rest_doubt(1) == StepTimes.of(model, 1, 2, 0.0).rest_doubt == 0

@@ -32,7 +32,7 @@ def test_where_drafting_gains_little_half_of_the_drafts_and_none_are_tried_by_tu
     assert [later - step for step, later in zip([-1, *steps], steps, strict=False)] == [16, 32, 64, 128, 256]
 
 
-def test_while_the_rest_of_plain_steps_is_in_doubt_none_are_tried_and_no_less_often():
+def test_while_the_rest_of_plain_steps_is_in_doubt_none_are_tried_soon_and_six_times_at_most():
     """Though what passes take leaves no doubt that drafting gains; but only so often, as nobody may listen."""
     trials, found = Trials(costs(0.15).errors), []
     for step in range(1000):
