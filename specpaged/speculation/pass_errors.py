@@ -14,6 +14,7 @@ _NOISE = 0.08  # of a pass
 _SUSPICIOUS, _JUMP = 2.0, 3.0  # standard deviations
 _AGREE = 0.3  # two passes that stand out by about as much
 _BLAMED = 0.1  # of a jump: the more come with one kind of pass, the less is known of its error
+_BLAMED_BACK = 1.0  # of one that undoes what came with another kind of pass, as that one goes
 
 
 class PassErrors:
@@ -26,7 +27,8 @@ class PassErrors:
     put into the table, so that the errors that are left are 0 in the mean.
 
     A pass that stands out says nothing until the next one stands out like it. If they do so by far, the pace has
-    jumped; but where it seems to jump with every pass of one kind, its error becomes uncertain, and is learned.
+    jumped; but where it seems to jump with every pass of one kind, its error becomes uncertain, and is learned: the
+    sooner, if it jumps when passes of another kind come, and back when they go.
     """
 
     def __init__(self, passes: PassSeconds):
@@ -37,6 +39,8 @@ class PassErrors:
         self._with_pace = [0.0 for _ in nodes]  # covariances with it
         self._covariance = [[_ERROR**2 * _ALIKE ** (abs(a - b) / _PER_OCTAVE) for b in nodes] for a in nodes]
         self._suspect = math.nan  # by how much the last pass stood out
+        self._ordinary = 0  # rows of the last pass that did not stand out
+        self._jump = math.nan  # the last one, if it came with another kind of pass
         self._places = [self._place(num_rows) for num_rows in passes.num_rows]
 
     def observe(self, num_rows: int, surprise: float, share: float = 1.0) -> None:
@@ -58,9 +62,10 @@ class PassErrors:
                 return
             if innovation**2 > _JUMP**2 * variance:
                 self._pace += innovation**2
-                self._doubt_error(i + weight, _BLAMED * innovation)
+                self._doubt_error(i + weight, self._blamed(num_rows, innovation) * innovation)
                 self.observe(num_rows, surprise, share)  # no longer does it stand out
                 return
+        self._ordinary = num_rows
         gain = with_pace / variance
         self.drift += gain * innovation
         self._pace -= gain * with_pace
@@ -78,6 +83,14 @@ class PassErrors:
         weights = [(i, 1.0 - high), (i + 1, high), (j, minus_high - 1.0), (j + 1, -minus_high)]
         variance = sum(v * w * self._covariance[a][b] for a, v in weights for b, w in weights)
         return math.sqrt(max(0.0, variance))
+
+    def _blamed(self, num_rows: int, jump: float) -> float:
+        """The share of a jump that is put down to the passes with which it came."""
+        before, self._jump = self._jump, math.nan
+        if abs(math.log2(num_rows / (self._ordinary or num_rows))) < 1 / _PER_OCTAVE:
+            return _BLAMED
+        self._jump = jump
+        return _BLAMED_BACK if abs(jump + before) < _AGREE else _BLAMED
 
     def _doubt_error(self, node: float, deviation: float) -> None:
         """More is uncertain of the error there, and, as they are alike, of those around it."""

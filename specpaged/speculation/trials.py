@@ -15,6 +15,7 @@ TRIAL_STEPS = 4
 _DOUBTS = 2.0  # standard deviations: who gains more by drafting need not ask what other steps take
 _DOUBT = 0.03  # at least, in the logarithm of speed
 _FIRST, _LATER = 16, 256  # steps that draft between two of one kind; twice as many after each
+_SELDOM, _SELDOM_LATER = 128, 1024  # and of none where it is beyond doubt: that, too, is only believed
 _TOLD_APART = 1.15  # times as many rows: fewer would not be told apart
 # In doubt of the rest, of a step: less of it makes no difference; and trials at most, in batches of an octave.
 _REST_DOUBT, _MOST_IN_DOUBT = 0.01, 6
@@ -25,8 +26,8 @@ _TRYING_ROWS = 0.001  # of the time, where nothing is drafted, beside what is in
 class _Turns:
     """Of one kind of trial: the first one after so many steps that draft, and each time twice as many."""
 
-    def __init__(self, first: int):
-        self._num_untried, self._every, self._first = 0, first, first
+    def __init__(self, first: int, later: int = _LATER):
+        self._num_untried, self._every, self._first, self._later = 0, first, first, later
         self._before = first
 
     def pass_by(self, num_steps: int) -> bool:
@@ -37,7 +38,7 @@ class _Turns:
     def take(self) -> None:
         """It was this one's turn."""
         self._before = self._every
-        self._num_untried, self._every = 0, min(_LATER, 2 * self._every)
+        self._num_untried, self._every = 0, min(self._later, 2 * self._every)
 
     def repeat(self) -> None:
         """It was cut short: it is due again as soon as it was."""
@@ -48,7 +49,7 @@ class _Turns:
         self._every = min(self._every, self._first)
 
     def put_off(self) -> None:
-        """It was, and there was nothing to try."""
+        """There was nothing to try, or it has been tried by another."""
         self._num_untried = 0
 
 
@@ -63,6 +64,7 @@ class Trials:
     def __init__(self, errors: PassErrors):
         self.errors = errors
         self._of_fewer, self._of_more = _Turns(_FIRST), _Turns(2 * _FIRST)
+        self._of_none = _Turns(_SELDOM, _SELDOM_LATER)
         self._num_in_doubt: Counter[int] = Counter()  # trials, by the octave of the number of sequences
         self._last: _Turns | None = None  # whose turn it was; of rows, nobody's
         self._halves = False  # whether the last one of fewer was not of none
@@ -92,13 +94,18 @@ class Trials:
         else:
             self._of_fewer.hasten()
         self._last = None
-        fewer_is_due, more_is_due = self._of_fewer.pass_by(num_steps), self._of_more.pass_by(num_steps)
+        kinds = self._of_fewer, self._of_more, self._of_none
+        fewer_is_due, more_is_due, none_is_due = [turns.pass_by(num_steps) for turns in kinds]
+        if fewer_is_due and self._is_in_doubt(counts, speed, rest_doubt):
+            self._take(self._of_fewer)
+            self._of_none.put_off()
+            self._num_in_doubt[octave] += rest_doubt > 0.0
+            return self._fewer(counts, rest_doubt)
         if fewer_is_due:
-            if (tried := self._fewer(counts, speed, rest_doubt)) is not None:
-                self._take(self._of_fewer)
-                self._num_in_doubt[octave] += rest_doubt > 0.0
-                return tried
             self._of_fewer.put_off()
+            if none_is_due:
+                self._take(self._of_none)
+                return [0] * len(counts)
         if more_is_due:
             self._take(self._of_more)
             return self._more(counts, *expected(), proposal_seconds)
@@ -115,13 +122,13 @@ class Trials:
         turns.take()
         self._last = turns
 
-    def _fewer(self, counts: Sequence[int], speed: float, rest_doubt: float) -> list[int] | None:
-        """By turns half of the drafts and no drafts, as long as it is in doubt whether they gain anything; no drafts,
-        as long as the rest is.
-        """
+    def _is_in_doubt(self, counts: Sequence[int], speed: float, rest_doubt: float) -> bool:
+        """Whether these drafts may gain nothing."""
         doubt = math.hypot(self.errors.doubt(len(counts), len(counts) + sum(counts)), rest_doubt)
-        if math.log(speed) >= _DOUBTS * max(_DOUBT, doubt):
-            return None
+        return math.log(speed) < _DOUBTS * max(_DOUBT, doubt)
+
+    def _fewer(self, counts: Sequence[int], rest_doubt: float) -> list[int]:
+        """By turns half of the drafts and no drafts; no drafts, as long as the rest is in doubt."""
         self._halves = not (self._halves or rest_doubt) and max(counts) > 1
         return [(count + 1) // 2 if self._halves else 0 for count in counts]
 

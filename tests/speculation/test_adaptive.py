@@ -585,10 +585,15 @@ def test_kv_that_is_read_counts():
     assert sum(long) < sum(short)
 
 
-def test_plain_passes_taken_for_dearer_than_they_are_are_found_out_while_everybody_drafts():
+@pytest.mark.parametrize("dearer", [1.6, 3.0])
+def test_plain_passes_taken_for_dearer_than_they_are_are_found_out_while_everybody_drafts(dearer):
+    """By so much that it is beyond doubt, at 3: then none are tried seldom, and that is enough."""
     simulation = simulate(0.15, lambda i, n: 0.4, 16)
     believed = simulation.controller.costs.target
-    believed.seconds = [s * (1.6 if n <= 16 else 1.0) for n, s in zip(believed.num_rows, believed.seconds, strict=True)]
+    believed.seconds = [
+        seconds * (dearer if num_rows <= 16 else 1.0)
+        for num_rows, seconds in zip(believed.num_rows, believed.seconds, strict=True)
+    ]
     simulation.tokens_per_second(STEPS // 2)
     assert simulation.tokens_per_second(STEPS // 2) >= 0.98 * of_fixed(0, 0.15, lambda i, n: 0.4, 16)
 
