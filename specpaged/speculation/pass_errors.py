@@ -28,7 +28,8 @@ class PassErrors:
 
     A pass that stands out says nothing until the next one stands out like it. If they do so by far, the pace has
     jumped; but where it seems to jump with every pass of one kind, its error becomes uncertain, and is learned: the
-    sooner, if it jumps when passes of another kind come, and back when they go.
+    sooner, if it jumps when passes of another kind come, and back when they go. A neighbour who happens to do so is
+    taken for an error, too, until they come again.
     """
 
     def __init__(self, passes: PassSeconds):

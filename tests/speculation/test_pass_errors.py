@@ -88,6 +88,20 @@ def test_a_neighbour_who_comes_and_goes_is_no_error(pace):
     assert sum(x > 0.15 for x in wrong) <= 4
 
 
+@pytest.mark.parametrize("pace", [1.5, 2.0, 5.0])
+def test_a_neighbour_who_comes_and_goes_with_one_trial_is_taken_for_an_error_and_forgotten_behind_two_more(pace):
+    """Nothing tells the two apart as long as there is but the one; belief may be far off until the next."""
+    wrong = []
+    for seed in range(20):
+        machine = Machine(lambda n: 1.0, seed)
+        for trial in range(6):
+            machine.run(6, 30)
+            machine.run(1, 3, pace if trial == 3 else 1.0)
+        machine.run(6, 30)
+        wrong.append(abs(machine.found(6, 1)))
+    assert max(wrong) < 0.1
+
+
 def test_a_pass_that_stands_out_says_nothing_until_the_next_one_does_too():
     machine = Machine(lambda n: 1.0)
     for n in (1, 6):
