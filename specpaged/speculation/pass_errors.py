@@ -14,7 +14,7 @@ _NOISE = 0.08  # of a pass
 _SUSPICIOUS, _JUMP = 2.0, 3.0  # standard deviations
 _AGREE = 0.3  # two passes that stand out by about as much
 _BLAMED = 0.1  # of a jump: the more come with one kind of pass, the less is known of its error
-_BLAMED_BACK = 1.0  # of one that undoes what came with another kind of pass, as that one goes
+_BLAMED_AGAIN = 1.0  # of one that, for the second time, undoes what came with another kind of pass
 
 
 class PassErrors:
@@ -27,9 +27,8 @@ class PassErrors:
     put into the table, so that the errors that are left are 0 in the mean.
 
     A pass that stands out says nothing until the next one stands out like it. If they do so by far, the pace has
-    jumped; but where it seems to jump with every pass of one kind, its error becomes uncertain, and is learned: the
-    sooner, if it jumps when passes of another kind come, and back when they go. A neighbour who happens to do so is
-    taken for an error, too, until they come again.
+    jumped; but where it seems to jump with every pass of one kind, its error becomes uncertain, and is learned: at
+    once, if it jumps as passes of another kind come, and back as they go, twice by as much. Once may be a neighbour.
     """
 
     def __init__(self, passes: PassSeconds):
@@ -42,6 +41,7 @@ class PassErrors:
         self._suspect = math.nan  # by how much the last pass stood out
         self._ordinary = 0  # rows of the last pass that did not stand out
         self._jump = math.nan  # the last one, if it came with another kind of pass
+        self._undoing = math.nan  # the one that undid that as those went, until they come again
         self._places = [self._place(num_rows) for num_rows in passes.num_rows]
 
     def observe(self, num_rows: int, surprise: float, share: float = 1.0) -> None:
@@ -64,8 +64,11 @@ class PassErrors:
             if innovation**2 > _JUMP**2 * variance:
                 self._pace += innovation**2
                 self._doubt_error(i + weight, self._blamed(num_rows, innovation) * innovation)
+                self._ordinary = num_rows
                 self.observe(num_rows, surprise, share)  # no longer does it stand out
                 return
+        if not self._is_like_last(num_rows):
+            self._undoing = math.nan
         self._ordinary = num_rows
         gain = with_pace / variance
         self.drift += gain * innovation
@@ -85,13 +88,28 @@ class PassErrors:
         variance = sum(v * w * self._covariance[a][b] for a, v in weights for b, w in weights)
         return math.sqrt(max(0.0, variance))
 
+    @property
+    def suspects(self) -> bool:
+        """Whether the pace has come and gone with passes of another kind: the next ones say if that was by chance."""
+        return not math.isnan(self._undoing)
+
+    def _is_like_last(self, num_rows: int) -> bool:
+        return abs(math.log2(num_rows / (self._ordinary or num_rows))) < 1 / _PER_OCTAVE
+
     def _blamed(self, num_rows: int, jump: float) -> float:
         """The share of a jump that is put down to the passes with which it came."""
         before, self._jump = self._jump, math.nan
-        if abs(math.log2(num_rows / (self._ordinary or num_rows))) < 1 / _PER_OCTAVE:
+        if self._is_like_last(num_rows):
             return _BLAMED
-        self._jump = jump
-        return _BLAMED_BACK if abs(jump + before) < _AGREE else _BLAMED
+        if not abs(jump + before) < _AGREE:  # they have come
+            self._jump = jump
+            return _BLAMED
+        once, self._undoing = self._undoing, math.nan
+        if abs(jump - once) < _AGREE:
+            return _BLAMED_AGAIN
+        if math.isnan(once):
+            self._undoing = jump
+        return _BLAMED
 
     def _doubt_error(self, node: float, deviation: float) -> None:
         """More is uncertain of the error there, and, as they are alike, of those around it."""

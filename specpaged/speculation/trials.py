@@ -48,6 +48,10 @@ class _Turns:
         """It is due as soon as the first one was, at the latest."""
         self._every = min(self._every, self._first)
 
+    def hurry(self) -> None:
+        """It is due after as many steps as at the very first, and then as seldom as before."""
+        self._num_untried = max(self._num_untried, self._every - _FIRST)
+
     def put_off(self) -> None:
         """There was nothing to try, or it has been tried by another."""
         self._num_untried = 0
@@ -86,7 +90,7 @@ class Trials:
         So many steps with such drafts there were since last, so many times as fast as plain ones, as is believed.
         `expected` says what comes of all drafts that there could be, and what steps with them take; a proposal takes
         `proposal_seconds` beside its passes. What plain steps take beside theirs may be in doubt: then a few trials
-        come soon, none of whose steps draft.
+        come soon, none of whose steps draft. So does the next one, if the last one may have been a neighbour's.
         """
         octave = len(counts).bit_length()
         if rest_doubt < _REST_DOUBT or self._num_in_doubt[octave] >= _MOST_IN_DOUBT:
@@ -94,6 +98,9 @@ class Trials:
         else:
             self._of_fewer.hasten()
         self._last = None
+        if self.errors.suspects:
+            self._of_fewer.hurry()
+            self._of_none.hurry()
         kinds = self._of_fewer, self._of_more, self._of_none
         fewer_is_due, more_is_due, none_is_due = [turns.pass_by(num_steps) for turns in kinds]
         if fewer_is_due and self._is_in_doubt(counts, speed, rest_doubt):

@@ -89,17 +89,36 @@ def test_a_neighbour_who_comes_and_goes_is_no_error(pace):
 
 
 @pytest.mark.parametrize("pace", [1.5, 2.0, 5.0])
-def test_a_neighbour_who_comes_and_goes_with_one_trial_is_taken_for_an_error_and_forgotten_behind_two_more(pace):
-    """Nothing tells the two apart as long as there is but the one; belief may be far off until the next."""
+def test_a_neighbour_who_comes_and_goes_with_one_trial_is_suspected_of_no_error_until_the_next_one(pace):
     wrong = []
     for seed in range(20):
         machine = Machine(lambda n: 1.0, seed)
-        for trial in range(6):
+        for trial in range(4):
             machine.run(6, 30)
             machine.run(1, 3, pace if trial == 3 else 1.0)
         machine.run(6, 30)
         wrong.append(abs(machine.found(6, 1)))
-    assert max(wrong) < 0.1
+        suspects = machine.errors.suspects
+        machine.run(1, 3)
+        machine.run(6, 30)
+        assert suspects >= machine.errors.suspects
+        wrong.append(abs(machine.found(6, 1)))
+    assert sorted(wrong)[20] < 0.08
+    assert sum(x > 0.15 for x in wrong) <= 4
+
+
+def test_what_comes_and_goes_with_two_trials_is_an_error_and_a_third_one_says_how_large():
+    wrong, suspected = [], 0
+    for seed in range(20):
+        machine = Machine(lambda n: 3.0 if n == 6 else 1.0, seed)
+        machine.run(6, 100, 1 / 3)
+        for trial in range(3):
+            machine.run(1, 4, 1 / 3)
+            machine.run(6, 30, 1 / 3)
+            suspected += trial == 0 and machine.errors.suspects
+        wrong.append(abs(machine.found(6, 1) - math.log(3.0)))
+    assert suspected >= 15
+    assert sum(x > 0.15 for x in wrong) <= 2
 
 
 def test_a_pass_that_stands_out_says_nothing_until_the_next_one_does_too():
