@@ -23,9 +23,9 @@ from specpaged.speculation.stop_rule import StopRule
 
 # Seconds that it takes to look at a proposal's outcome, to plan, and to say whom to look back at; what of the time may
 # go into each; and the steps from one to the next.
-_LOOKING = 8e-5, 0.003, 2, 12
-_PLANNING = 1.6e-4, 0.0028, 1, 48
-_LOOKING_AGAIN = 6e-5, 0.0025, 1, 64
+_LOOKING = 8e-5, 0.0026, 2, 12
+_PLANNING = 1.6e-4, 0.0024, 1, 48
+_LOOKING_AGAIN = 6e-5, 0.0022, 1, 64
 # Steps at most, that a plan is followed for because to plan takes long; and as many again, if the one before was not.
 _SELDOM = 64
 _SOON = 8  # steps that a plan is good for at most, where a text has turned
@@ -54,17 +54,14 @@ class DraftPlanner:
         self._proposals: dict[Sequence, Draft] = {}  # of which nobody knows yet what came of them
         self._looked_next = 0  # the step whose drafts will be waited for, at the latest
         self.calls = Calls()
+        # Whether drafts are such as turns are followed of: what others find is asked for whatever the text.
+        self._models_draft = getattr(self.costs, "draft", None) is not None
         self._selects = True  # whether drafts were selected from when that was asked last
 
     @property
     def costs(self) -> CostModel | None:
         """What passes take, as the controller knows it now; None of one that does not ask."""
         return getattr(self.controller, "costs", None)
-
-    @property
-    def _models_draft(self) -> bool:
-        """Whether drafts are such as turns are followed of: what others find is asked for whatever the text."""
-        return getattr(self.costs, "draft", None) is not None
 
     @property
     def _looks_back(self) -> bool:
@@ -264,8 +261,10 @@ class DraftPlanner:
 
     def _standing_of(self, sequence: Sequence) -> StandingPlan:
         """The plan that is for the sequence: where batches go by halves, it may be the other one's."""
+        if not self._others:
+            return self._standing
         others = (other for other in self._others.values() if sequence in other.sequences)
-        return next(others, self._standing) if self._others else self._standing
+        return next(others, self._standing)
 
     def committed(self, sequence: Sequence, token_ids: SequenceOf[int]) -> None:
         """These tokens stand behind what was proposed: the outcome of as many drafts, verified or not."""

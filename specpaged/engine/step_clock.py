@@ -20,7 +20,7 @@ logger = logging.getLogger("specpaged")
 
 OFTEN = 32  # steps, the first ones
 # Seconds that it takes to listen to a step; what of the time may go into that; and the steps from one to the next.
-_LISTENING = 2.4e-4, 0.0015, 1, 64
+_LISTENING = 2.4e-4, 0.0013, 1, 64
 _RECENT = 0.2  # of what steps take on average, the last one
 
 

@@ -45,13 +45,15 @@ class Turns:
         fared = self._of.get(sequence)
         if fared is None:
             fared = self._of[sequence] = _Fared()
-        fared.new = _sum(fared.new, (num_accepted + num_rejected, num_accepted))
+        num_new, num_stood = fared.new
+        fared.new = num_new + num_accepted + num_rejected, num_stood + num_accepted
         if fared.new[0] < _ENOUGH:
             return None
-        is_new = fared.before[0] < _ENOUGH
+        if expects is None or fared.before[0] >= _ENOUGH:
+            return self._judge(fared)
         seen, stood = _sum(fared.before, _sum(fared.last, fared.new))
         turned = self._judge(fared)
-        if turned is None and is_new and expects is not None and _is_worse(seen, stood, expects(sequence)):
+        if turned is None and _is_worse(seen, stood, expects(sequence)):
             fared.before = (0, 0)
             return round(stood), round(seen - stood)
         return turned

@@ -35,7 +35,7 @@ class Listener:
         pass
 
 
-@pytest.mark.parametrize(("seconds", "share"), [(1e-5, 1 / 64), (4.1e-3, 1 / 40), (1.1e-2, 1 / 15), (2e-1, 1)])
+@pytest.mark.parametrize(("seconds", "share"), [(1e-5, 1 / 64), (4.7e-3, 1 / 40), (1.25e-2, 1 / 15), (2e-1, 1)])
 def test_of_long_steps_more_are_heard_as_long_as_it_takes_little_of_the_time(monkeypatch, seconds, share):
     now = 0.0
     monkeypatch.setattr(step_clock, "time", SimpleNamespace(perf_counter=lambda: now))
@@ -58,7 +58,7 @@ def test_of_long_steps_more_are_heard_as_long_as_it_takes_little_of_the_time(mon
 
 
 @pytest.mark.parametrize(
-    ("seconds", "planned", "looked"), [(1e-5, 1 / 48, 1 / 12), (1.45e-3, 1 / 40, 1 / 12), (1e-2, 1 / 6, 1 / 3)]
+    ("seconds", "planned", "looked"), [(1e-5, 1 / 48, 1 / 12), (1.7e-3, 1 / 40, 1 / 12), (1.15e-2, 1 / 6, 1 / 3)]
 )
 def test_in_short_steps_plans_and_outcomes_are_asked_for_seldom(monkeypatch, seconds, planned, looked):
     now, num_plans, num_looks = 0.0, 0, 0
@@ -109,7 +109,7 @@ def test_a_plan_that_was_cut_short_by_who_comes_makes_the_next_one_last_longer(m
 
     planner = DraftPlanner(Listener())
     planner.controller.plan = plan
-    planner.clock.num_steps, planner.clock._step_seconds = OFTEN + 1, 1.45e-3  # a plan in 40 steps
+    planner.clock.num_steps, planner.clock._step_seconds = OFTEN + 1, 1.7e-3  # a plan in 40 steps
     members = [Member(), Member()]
 
     def run(member, num_steps):
@@ -366,7 +366,7 @@ def test_one_alone_that_comes_like_the_last_one_is_not_planned_for_and_one_that_
 def test_where_calls_have_several_rounds_a_plan_lasts_as_many_of_them_from_the_first_one_on():
     planner = DraftPlanner(Listener())
     planner.controller.plan = lambda candidates, num_steps: Plan([0], num_steps=6)
-    planner.clock.num_steps, planner.clock._step_seconds = OFTEN + 1, 0.01  # a plan in six calls
+    planner.clock.num_steps, planner.clock._step_seconds = OFTEN + 1, 0.0115  # a plan in six calls
     for most, num_steps in ((1, 6), (4, 24), (16, 64)):  # and not for ever
         planner.expect_calls(CallLength(most, few=most), drafts_in_rounds=False)
         planner.plan([Member()])
