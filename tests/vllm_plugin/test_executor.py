@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
+from collections import Counter
 
 import pytest
 
@@ -15,7 +12,7 @@ from vllm.sampling_params import StructuredOutputsParams  # noqa: E402
 
 from specpaged.config import EMBEDDED_DRAFT, EMBEDDED_TARGET  # noqa: E402
 from specpaged.vllm_plugin import WORKER_CLS  # noqa: E402
-from tests.vllm_plugin.serving import PROMPTS, token_ids  # noqa: E402
+from tests.vllm_plugin.serving import PROMPTS, core, token_ids  # noqa: E402
 
 CHOICE = ["paged attention", "padded attention"]
 GREEDY = {"temperature": 0, "max_tokens": 24}
@@ -27,21 +24,25 @@ ARGUMENTS = {
     "tensor_parallel_size": 2,
     "speculative_config": {"method": "draft_model", "model": EMBEDDED_DRAFT, "num_speculative_tokens": 4},
 }  # fmt: skip
-SCRIPT = """
-import json, sys
-from collections import Counter
-from vllm import LLM, SamplingParams
-from vllm.sampling_params import StructuredOutputsParams
+
 
 def draft_always(worker):
-    "Up to here it was decided anew in every step, on each rank by what it has measured itself."
+    """Up to here it was decided anew in every step, on each rank by what it has measured itself."""
     assert worker.model_runner.speculative_step.planner is not None
     worker.model_runner.speculative_step.planner = None
 
-if __name__ == "__main__":
-    arguments, prompts, greedy, sampled, choice = json.loads(sys.argv[1])
-    llm = LLM(**arguments)
-    executor = llm.llm_engine.engine_core.engine_core.model_executor
+
+@pytest.fixture(scope="module")
+def found():
+    """What two ranks put out in each of RUNS, and how often they were called by which name.
+
+    Each rank is a process that imports vLLM; who calls them is this one, which has.
+    """
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        environment.delenv("TRITON_INTERPRET", raising=False)
+        llm = vllm.LLM(**ARGUMENTS)
+    executor = core(llm).model_executor
     calls, collective_rpc = Counter(), executor.collective_rpc
 
     def counting(method, *arguments, **options):
@@ -52,41 +53,26 @@ if __name__ == "__main__":
 
     executor.collective_rpc = counting
 
-    def run(params):
+    def run(of):
         calls.clear()
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-        return [list(output.outputs[0].token_ids) for output in outputs], dict(calls)
+        return token_ids(llm.generate(PROMPTS, sampling_params(of), use_tqdm=False)), dict(calls)
 
-    found = [run(SamplingParams(**params)) for params in (greedy, sampled)]
-    llm.collective_rpc(draft_always)
-    grammar = StructuredOutputsParams(choice=choice)
-    found += [run(SamplingParams(**greedy, structured_outputs=structured)) for structured in (None, grammar)]
-    print("OUT", json.dumps(found), flush=True)
-"""
+    try:
+        results = {of: run(of) for of in ("greedy", "sampled")}
+        llm.collective_rpc(draft_always)
+        return results | {of: run(of) for of in ("drafting", "under a grammar")}
+    finally:
+        core(llm).shutdown()
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    """What two ranks put out in each of RUNS, and how often they were called by which name."""
-    script = tmp_path_factory.mktemp("ranks") / "two_ranks.py"
-    script.write_text(SCRIPT)
-    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    environment.pop("TRITON_INTERPRET", None)
-    done = subprocess.run(
-        [sys.executable, script, json.dumps([ARGUMENTS, PROMPTS, GREEDY, SAMPLED, CHOICE])],
-        env=environment, capture_output=True, text=True, timeout=400, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    (line,) = (line for line in done.stdout.splitlines() if line.startswith("OUT "))
-    return dict(zip(RUNS, json.loads(line[4:]), strict=True))
+def sampling_params(run):
+    structured = StructuredOutputsParams(choice=CHOICE) if run == "under a grammar" else None
+    return vllm.SamplingParams(**(SAMPLED if run == "sampled" else GREEDY), structured_outputs=structured)
 
 
 @pytest.mark.parametrize("run", RUNS)
 def test_a_target_on_two_ranks_puts_out_the_tokens_of_one(make_vllm, found, run):
-    params = SAMPLED if run == "sampled" else GREEDY
-    structured = StructuredOutputsParams(choice=CHOICE) if run == "under a grammar" else None
-    params = vllm.SamplingParams(**params, structured_outputs=structured)
-    assert found[run][0] == token_ids(make_vllm(0).generate(PROMPTS, params, use_tqdm=False))
+    assert found[run][0] == token_ids(make_vllm(0).generate(PROMPTS, sampling_params(run), use_tqdm=False))
 
 
 @pytest.mark.parametrize("run", RUNS)
