@@ -26,13 +26,16 @@ from specpaged.vllm_plugin import WORKER_CLS
 from tests.vllm_plugin.serving import PROMPTS, REFUSED, calls_by_name
 
 TIMEOUT = 180
+MODULE = "vllm.entrypoints.openai.api_server"
+# As -m does, but that the processes it starts do not import the front end, which they have no use for, once more.
+RUN_ONCE = ("-c", f"import runpy; runpy.run_module({MODULE!r}, run_name='__main__')")
 SPECULATIVE = {"method": "draft_model", "model": EMBEDDED_DRAFT, "num_speculative_tokens": 4}
 
 
 class Server:
     """`python -m vllm.entrypoints.openai.api_server` with our worker, on a free port of 127.0.0.1."""
 
-    def __init__(self, folder, *arguments):
+    def __init__(self, folder, *arguments, run=("-m", MODULE)):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
@@ -48,7 +51,7 @@ class Server:
         }
         environment.pop("TRITON_INTERPRET", None)
         command = [
-            sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", EMBEDDED_TARGET,
+            sys.executable, *run, "--model", EMBEDDED_TARGET,
             "--worker-cls", WORKER_CLS, "--host", "127.0.0.1", "--port", str(self.port), "--dtype", "float32",
             "--served-model-name", "embedded", "--max-model-len", "1024", "--max-num-seqs", "8",
             "--kv-cache-memory-bytes", str(96 << 20), "--enforce-eager", *arguments,
@@ -251,7 +254,8 @@ def test_a_worker_that_is_killed_ends_in_vllms_own_error_and_no_hang(server):
 
 
 def test_two_engines_behind_one_front_end_put_out_the_same_and_end_cleanly(make_vllm, tmp_path):
-    server = Server(tmp_path, "--data-parallel-size", "2", "--speculative-config", json.dumps(SPECULATIVE))
+    arguments = ("--data-parallel-size", "2", "--speculative-config", json.dumps(SPECULATIVE))
+    server = Server(tmp_path, *arguments, run=RUN_ONCE)
     try:
         server.wait()
         with ThreadPoolExecutor(len(PROMPTS)) as pool:
