@@ -76,15 +76,18 @@ class Engines:
 
 
 class Requests(Stint):
-    """Outputs of several lengths: were all alike, plain decoding alone would prefill a whole batch in one pass."""
+    """Outputs of any length from half of the pair's to as much more: were they of a few lengths, plain decoding alone
+    would have several end in one step, and prefill those who come in their place in one pass.
+    """
 
     def __init__(self, ours: Ours, prompts: Sequence[Sequence[int]], batch_size: int):
         super().__init__(ours, prompts, batch_size)
-        self._lengths = [replace(self.params, max_tokens=self.params.max_tokens // 4 * n) for n in (4, 2, 5, 3, 6)]
+        rng, mean = random.Random(0), self.params.max_tokens
+        self._params = [replace(self.params, max_tokens=rng.randint(mean // 2, mean + mean // 2)) for _ in prompts]
 
     @override
     def params_of(self, index: int) -> SamplingParams:
-        return self._lengths[index % len(self._lengths)]
+        return self._params[index]
 
 
 class Swing(Requests):
