@@ -223,13 +223,16 @@ class AdaptiveController(MeasuringController):
     def _depths(self, chances: Sequence[Sequence[float]]) -> Selection:
         """The drafts of each sequence that promise most, of those with these chances."""
         times = self._times.of(len(chances), sum(map(len, chances)))
-        worth = 1.0 + max(_TO_BEGIN, _DOUBT_TO_BEGIN * times.doubt)
-        if self._is_drafting:
-            worth = 1.0 + max(_TO_GO_ON, _DOUBT_TO_GO_ON * times.doubt)
-            worth -= _EARLY / math.sqrt(16 + self.acceptance.num_outcomes)
         passes, proposal = (times.first, times.later) if times.later else (), self.costs.proposal_of_round(len(chances))
-        plain, overlaps = times.plain / worth, self.costs.overlaps
+        plain, overlaps = times.plain / self._worth(times), self.costs.overlaps
         return select(chances, times.verify, passes, proposal_seconds=proposal, plain_seconds=plain, overlaps=overlaps)
+
+    def _worth(self, times: StepTimes) -> float:
+        """How many times as fast as plain decoding is to be what drafts are made for."""
+        if not self._is_drafting:
+            return 1.0 + max(_TO_BEGIN, _DOUBT_TO_BEGIN * times.doubt)
+        early = _EARLY / math.sqrt(16 + self.acceptance.num_outcomes)
+        return 1.0 + max(_TO_GO_ON, _DOUBT_TO_GO_ON * times.doubt) - early
 
     def _gain_of(self, chances: Sequence[Sequence[float]]) -> float:
         """How many times as fast as plain decoding drafts with these chances are; 0 where none are worthwhile."""
@@ -263,7 +266,9 @@ class AdaptiveController(MeasuringController):
         return chances, self._times.of(len(candidates), sum(map(len, chances)))
 
     def _repaid(self, candidates: Sequence[Candidate], selection: Selection) -> list[bool]:
-        return self.repayment.repaid(candidates, selection, self._times.of(len(candidates), 0).plain)
+        """What is left when that is repaid is to be worth it, too."""
+        times = self._times.of(len(candidates), 0)
+        return self.repayment.repaid(candidates, selection, times.plain / max(1.0, self._worth(times)))
 
     def _deeper(self, candidates: Sequence[Candidate], counts: Sequence[int]) -> list[int]:
         """As deep as would pay if evidence turns out well; the stop rule sees to it when it does not."""

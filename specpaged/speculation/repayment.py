@@ -29,7 +29,9 @@ class Repayment:
         self._will_come += (num_tokens / most_tokens - self._will_come) / self._num_said
 
     def repaid(self, candidates: Sequence[Candidate], selection: Selection, plain_seconds: float) -> list[bool]:
-        """Of each, whether its tokens that are to come gain more by drafting than it takes to catch up before."""
+        """Of each, whether its tokens that are to come gain more by drafting than it takes to catch up before: beside
+        plain steps of so many seconds.
+        """
         counts = selection.counts
         backlog = sum([c.lag - 1 for c, count in zip(candidates, counts, strict=True) if count and c.lag > _NEAR])
         if not backlog:
