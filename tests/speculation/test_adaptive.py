@@ -301,7 +301,7 @@ def test_who_looks_in_vain_gets_weary_until_somebody_drafts():
 
 @pytest.mark.parametrize(("num_left", "drafts"), [(8, False), (100, False), (200, False), (256, True), (None, True)])
 def test_who_comes_catches_up_if_its_own_tokens_repay_that_whatever_the_others_gain(num_left, drafts):
-    """With drafts that stand at 0.6, a token of eight sequences gains 15 us, half of which is what drafts are to gain to
+    """With drafts that stand at 0.6, a token of eight sequences gains 15 us, half of which is what drafts must gain to
     be begun; 300 tokens take the drafter 0.9 ms.
 
     Of the tokens that may come, half are counted on.
