@@ -75,7 +75,6 @@ class CostModel:
         self.hides_host = False  # while a device runs a round, its host does what there is to do beside another one
         self.errors = PassErrors(target)
         self._of_target, self._of_proposals = Surprises(), Surprises()
-        self._of_drafting = Surprises()
         self._num_unheard = NUM_RECENT  # proposals since then, of which the first ones tell nothing of passes
         # By the octave of the number of sequences: surprises; steps that were heard, plain ones and all; and factors
         # of the rest over a straight line, and of the rest that drafts over it.
@@ -197,17 +196,9 @@ class CostModel:
 
     def observe_drafting(self, passes: Sequence[PassShape], seconds: float) -> None:
         """Such passes of the draft model, within a call of several rounds, have taken so long."""
-        of_passes = self.drafting.of(passes)
-        expected = sum(of_passes)
-        if not (seconds > 0 and expected > 0):
-            return
         self._num_unheard = 0
-        surprise = math.log(seconds / expected) - self._of_target.newest
-        self._of_drafting.add(surprise)
-        shift = self._of_drafting.take_shift()
-        if shift != 1.0:  # which explains what proposals departed from
-            self._of_proposals = Surprises()
-        self.drafting.learn(passes, of_passes, expected, surprise, shift)
+        if self.drafting.learn_of_rounds(passes, seconds * math.exp(-self._of_target.newest)):
+            self._of_proposals = Surprises()  # that explains what they departed from
 
     def observe_rest(self, seconds: float, num_seqs: int = 0, num_rounds: int = 1) -> None:
         """A step without drafts, of so many sequences and rounds, has taken so long beside its passes.

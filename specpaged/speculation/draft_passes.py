@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from specpaged.speculation.cold_pass import ColdPass
 from specpaged.speculation.pass_seconds import PassSeconds, PassShape
+from specpaged.speculation.surprises import Surprises
 
 # Rows of the first pass for each sequence that drafts in every step: of a draft model, one or, where all drafts stood,
 # two; of heads as many as tokens came, which is learned.
 _ROWS, _FOLLOWED, _NEWEST = 1.25, 2.0, 0.1
+_SHIFT = 0.05  # of what drafts within rounds take: less is no news
 
 
 class DraftPasses:
@@ -20,6 +23,9 @@ class DraftPasses:
 
         draft model   [ first: 1.25 B rows ] [ B rows ] ..          K passes for K drafts
         heads         [ following: a B rows, a = tokens of a round ] [ first_share x B rows ] [ B rows ] ..   1 + K
+
+    Where drafts are made within a call's rounds, the first pass of a draft model is `cold`; of a proposal, that is part
+    of what it takes beside its passes.
     """
 
     def __init__(self, draft: PassSeconds | None, following: PassSeconds | None = None, first_share: float = 1.0):
@@ -27,6 +33,8 @@ class DraftPasses:
         self.following = following
         self.first_share = first_share
         self.rows_of_first = _ROWS if following is None else _FOLLOWED
+        self.cold = ColdPass()
+        self._of_rounds = Surprises()
 
     def of(self, passes: Sequence[PassShape]) -> list[float]:
         """Seconds of each pass of a proposal, in order; 0 where no model drafts."""
@@ -53,6 +61,24 @@ class DraftPasses:
             return [rows[num_first[n]] + of_sequences[n] for n in range(batch_size + 1)], later
         follow = [self.following.of(PassShape(num_first[n], n, context)) for n in range(batch_size + 1)]
         return [follow[n] + self.first_share * later[n] for n in range(batch_size + 1)], later
+
+    def learn_of_rounds(self, passes: Sequence[PassShape], seconds: float) -> bool:
+        """Drafts that were made within a call's rounds have taken so long, on a machine as quick as it was probed.
+        Returns whether something else is expected now: by far, and of all of them.
+        """
+        of_passes = self.of(passes)
+        if self.draft is None or not (seconds > 0 and sum(of_passes) > 0):
+            return False
+        expected = self.cold.seconds + sum(of_passes)
+        if self.following is None:
+            scale = self.cold.observe(of_passes[0], sum(of_passes), seconds)
+            self.draft.scale(scale)
+            return abs(self.cold.seconds + scale * sum(of_passes) - expected) > _SHIFT * expected
+        surprise = math.log(seconds / expected)  # heads' first pass has a table of its own
+        self._of_rounds.add(surprise)
+        shift = self._of_rounds.take_shift()
+        self.learn(passes, of_passes, expected, surprise, shift)
+        return shift != 1.0
 
     def learn(
         self,

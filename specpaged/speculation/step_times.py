@@ -55,7 +55,8 @@ class StepTimes:
             return cls(context, plain, verify, [], [], doubt, rest_doubt)
         first, later = costs.drafting.tables(batch_size, context)
         besides = 0.0 if costs.hides_host else costs.proposals_per_round * costs.seconds_per_drafting
-        first = [seconds + n * besides for n, seconds in enumerate(first)]
+        cold = 0.0 if costs.hides_host else (1.0 - costs.proposals_per_round) * costs.drafting.cold.seconds
+        first = [seconds + n * besides + (cold if n else 0.0) for n, seconds in enumerate(first)]
         return cls(context, plain, verify, first, later, doubt, rest_doubt)
 
 
