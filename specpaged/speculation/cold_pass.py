@@ -11,9 +11,9 @@ _STANDS_OUT = 3.0  # standard deviations: more is believed of a round only if th
 class ColdPass:
     """A Kalman filter of two unknowns: rounds whose passes were thought to take S seconds take `seconds` + scale * S.
 
-    Behind a target's pass a draft model's weights are out of the caches, and a round's first pass reads them from memory;
-    those that follow find them where that has left them, as a probe's passes do. Rounds of several depths tell the two
-    apart; as long as there are none, most is put down to the first pass, as a probe knows nothing of that.
+    Behind a target's pass a draft model's weights are out of the caches, and the first pass of a round reads them from
+    memory; those that follow find them where that has left them, as a probe's passes do. Rounds of several depths tell
+    the two apart; as long as there are none, most is put down to the first pass, as a probe knows nothing of that.
     """
 
     def __init__(self) -> None:
