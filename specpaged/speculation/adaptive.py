@@ -266,7 +266,7 @@ class AdaptiveController(MeasuringController):
         return chances, self._times.of(len(candidates), sum(map(len, chances)))
 
     def _repaid(self, candidates: Sequence[Candidate], selection: Selection) -> list[bool]:
-        """What is left when that is repaid is to be worth it, too."""
+        """Whom it repays to catch up: beside plain decoding that is quicker by as much as drafts are to be worth."""
         times = self._times.of(len(candidates), 0)
         return self.repayment.repaid(candidates, selection, times.plain / max(1.0, self._worth(times)))
 

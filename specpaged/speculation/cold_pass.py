@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 _COLD, _SCALE = 2.0, 0.3  # what is uncertain at first: of the first pass, and of what all take, in parts of it
+_LEAST = 0.1  # of what all take, the first one, for that
 _WANDERS = 0.01  # of each, from one round that is seen to the next
 _NOISE = 0.08  # of a round
-_STANDS_OUT = 3.0  # standard deviations: more is believed of a round only if the last one was as far off
+_STANDS_OUT = 3.0  # standard deviations: more is believed of a round only if the last one was that far off, too
 
 
 class ColdPass:
@@ -25,7 +26,7 @@ class ColdPass:
         """A round has taken `seen` seconds, whose passes were thought to take so many, and the first of them so many.
         Returns how many times as long they take as was thought.
         """
-        self._variance = self._variance or (_COLD * first) ** 2
+        self._variance = self._variance or (_COLD * max(first, _LEAST * passes)) ** 2
         expected = self.seconds + passes
         self._variance += (_WANDERS * expected) ** 2
         self._of_scale += _WANDERS**2
@@ -34,7 +35,8 @@ class ColdPass:
         variance = with_seconds + passes * with_scale + (_NOISE * expected) ** 2
         innovation = seen - expected
         before, self._stood_out = self._stood_out, innovation / variance**0.5
-        if abs(self._stood_out) > _STANDS_OUT and not before * self._stood_out > _STANDS_OUT**2:
+        was_as_far = abs(before) > _STANDS_OUT and before * self._stood_out > 0.0
+        if abs(self._stood_out) > _STANDS_OUT and not was_as_far:
             return 1.0
         seconds = self.seconds + with_seconds / variance * innovation
         scale = max(0.5, 1.0 + with_scale / variance * innovation)

@@ -196,6 +196,8 @@ class CostModel:
 
     def observe_drafting(self, passes: Sequence[PassShape], seconds: float) -> None:
         """Such passes of the draft model, within a call of several rounds, have taken so long."""
+        if self.draft is None or seconds <= 0:
+            return
         self._num_unheard = 0
         if self.drafting.learn_of_rounds(passes, seconds * math.exp(-self._of_target.newest)):
             self._of_proposals = Surprises()  # that explains what they departed from

@@ -13,6 +13,7 @@ from specpaged.speculation.surprises import Surprises
 # two; of heads as many as tokens came, which is learned.
 _ROWS, _FOLLOWED, _NEWEST = 1.25, 2.0, 0.1
 _SHIFT = 0.05  # of what drafts within rounds take: less is no news
+_ALIKE = 0.5  # of how slow passes were, those of twice or half as many rows
 
 
 class DraftPasses:
@@ -66,14 +67,19 @@ class DraftPasses:
         """Drafts that were made within a call's rounds have taken so long, on a machine as quick as it was probed.
         Returns whether something else is expected now: by far, and of all of them.
         """
-        of_passes = self.of(passes)
-        if self.draft is None or not (seconds > 0 and sum(of_passes) > 0):
-            return False
-        expected = self.cold.seconds + sum(of_passes)
         if self.following is None:
+            first = passes[0]  # some of whose sequences have two rows in it
+            num_rows = math.ceil(self.rows_of_first * first.num_seqs)
+            of_passes = self.of([first._replace(num_rows=num_rows), *passes[1:]])
+            expected = self.cold.seconds + sum(of_passes)
             scale = self.cold.observe(of_passes[0], sum(of_passes), seconds)
-            self.draft.scale(scale)
-            return abs(self.cold.seconds + scale * sum(of_passes) - expected) > _SHIFT * expected
+            self.draft.move([math.log(scale) * share for share in self._alike(passes[-1].num_rows, num_rows)])
+            shifted = abs(self.cold.seconds + scale * sum(of_passes) - expected) > _SHIFT * expected
+            if shifted:
+                self.draft.expire_table()
+            return shifted
+        of_passes = self.of(passes)
+        expected = sum(of_passes)
         surprise = math.log(seconds / expected)  # heads' first pass has a table of its own
         self._of_rounds.add(surprise)
         shift = self._of_rounds.take_shift()
@@ -105,6 +111,13 @@ class DraftPasses:
         for of, shape, of_pass in zip(self._of_each(passes), passes, of_passes, strict=True):
             if shape.num_rows > 0:
                 of.learn(shape.num_rows, surprise, of_pass / expected)
+
+    def _alike(self, fewest: int, most: int) -> list[float]:
+        """How far each node of the draft's table goes by what passes of so many rows have shown."""
+        nodes = self.draft.num_rows
+        below = max([n for n in nodes if n <= fewest], default=nodes[0])
+        above = min([n for n in nodes if n >= most], default=nodes[-1])
+        return [_ALIKE ** max(0.0, math.log2(below / n), math.log2(n / above)) for n in nodes]
 
     def _of_each(self, passes: Sequence[PassShape]) -> list[PassSeconds]:
         """Whose passes these are."""

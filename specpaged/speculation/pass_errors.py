@@ -27,8 +27,8 @@ class PassErrors:
     put into the table, so that the errors that are left are 0 in the mean.
 
     A pass that stands out says nothing until the next one stands out like it. If they do so by far, the pace has
-    jumped; but where it seems to jump with every pass of one kind, its error becomes uncertain, and is learned: at
-    once, if it jumps as passes of another kind come, and back as they go, twice by as much. Once may be a neighbour.
+    jumped; but where it seems to jump with every pass of one kind, its error becomes uncertain, and is learned: soon,
+    if it jumps as passes of another kind come, and back as they go, twice by as much. Once may be a neighbour.
     """
 
     def __init__(self, passes: PassSeconds):
@@ -40,8 +40,10 @@ class PassErrors:
         self._covariance = [[_ERROR**2 * _ALIKE ** (abs(a - b) / _PER_OCTAVE) for b in nodes] for a in nodes]
         self._suspect = math.nan  # by how much the last pass stood out
         self._ordinary = 0  # rows of the last pass that did not stand out
-        self._jump = math.nan  # the last one, if it came with another kind of pass
-        self._undoing = math.nan  # the one that undid that as those went, until they come again
+        # The last one, if it came with passes of another kind, and their rows; and the one that undid such a jump, as
+        # those went, until they come again.
+        self._jump, self._came_with = math.nan, 0
+        self._undoing, self._suspected = math.nan, 0
         self._places = [self._place(num_rows) for num_rows in passes.num_rows]
 
     def observe(self, num_rows: int, surprise: float, share: float = 1.0) -> None:
@@ -67,8 +69,10 @@ class PassErrors:
                 self._ordinary = num_rows
                 self.observe(num_rows, surprise, share)  # no longer does it stand out
                 return
-        if not self._is_like_last(num_rows):
-            self._undoing = math.nan
+        if not _are_alike(num_rows, self._ordinary):
+            self._jump = math.nan
+            if _are_alike(num_rows, self._suspected):
+                self._undoing = math.nan
         self._ordinary = num_rows
         gain = with_pace / variance
         self.drift += gain * innovation
@@ -93,23 +97,19 @@ class PassErrors:
         """Whether the pace has come and gone with passes of another kind: the next ones say if that was by chance."""
         return not math.isnan(self._undoing)
 
-    def _is_like_last(self, num_rows: int) -> bool:
-        return abs(math.log2(num_rows / (self._ordinary or num_rows))) < 1 / _PER_OCTAVE
-
     def _blamed(self, num_rows: int, jump: float) -> float:
         """The share of a jump that is put down to the passes with which it came."""
         before, self._jump = self._jump, math.nan
-        if self._is_like_last(num_rows):
+        if _are_alike(num_rows, self._ordinary):
             return _BLAMED
-        if not abs(jump + before) < _AGREE:  # they have come
-            self._jump = jump
+        if not abs(jump + before) < _AGREE:
+            self._jump, self._came_with = jump, num_rows
             return _BLAMED
+        comes_again = self.suspects and _are_alike(self._came_with, self._suspected)
         once, self._undoing = self._undoing, math.nan
-        if abs(jump - once) < _AGREE:
-            return _BLAMED_AGAIN
-        if math.isnan(once):
-            self._undoing = jump
-        return _BLAMED
+        if not comes_again:
+            self._undoing, self._suspected = jump, self._came_with
+        return _BLAMED_AGAIN if comes_again and abs(jump - once) < _AGREE else _BLAMED
 
     def _doubt_error(self, node: float, deviation: float) -> None:
         """More is uncertain of the error there, and, as they are alike, of those around it."""
@@ -121,3 +121,10 @@ class PassErrors:
         """The error below, and how far towards the next one; beyond the last one is like the last one."""
         node = _PER_OCTAVE * min(math.log2(num_rows), math.log2(self.passes.num_rows[-1]))
         return int(node), node - int(node)
+
+
+def _are_alike(num_rows: int, others: int) -> bool:
+    """Whether passes of so many rows are of one kind with those of so many others; 0, of which there were none, are
+    with all.
+    """
+    return not others or abs(math.log2(num_rows / others)) < 1 / _PER_OCTAVE

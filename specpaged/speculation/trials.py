@@ -49,7 +49,7 @@ class _Turns:
         self._every = min(self._every, self._first)
 
     def hurry(self) -> None:
-        """It is due after as many steps as at the very first, and then as seldom as before."""
+        """It is due after as many steps as the first one of all, at the latest."""
         self._num_untried = max(self._num_untried, self._every - _FIRST)
 
     def put_off(self) -> None:
@@ -90,7 +90,7 @@ class Trials:
         So many steps with such drafts there were since last, so many times as fast as plain ones, as is believed.
         `expected` says what comes of all drafts that there could be, and what steps with them take; a proposal takes
         `proposal_seconds` beside its passes. What plain steps take beside theirs may be in doubt: then a few trials
-        come soon, none of whose steps draft. So does the next one, if the last one may have been a neighbour's.
+        come soon, none of whose steps draft. And where a neighbour may have come and gone with one, the next is soon.
         """
         octave = len(counts).bit_length()
         if rest_doubt < _REST_DOUBT or self._num_in_doubt[octave] >= _MOST_IN_DOUBT:

@@ -90,7 +90,7 @@ def test_a_neighbour_who_comes_and_goes_is_no_error(pace):
 
 @pytest.mark.parametrize("pace", [1.5, 2.0, 5.0])
 def test_a_neighbour_who_comes_and_goes_with_one_trial_is_suspected_of_no_error_until_the_next_one(pace):
-    wrong = []
+    wrong, suspected = [], [0, 0]
     for seed in range(20):
         machine = Machine(lambda n: 1.0, seed)
         for trial in range(4):
@@ -98,13 +98,30 @@ def test_a_neighbour_who_comes_and_goes_with_one_trial_is_suspected_of_no_error_
             machine.run(1, 3, pace if trial == 3 else 1.0)
         machine.run(6, 30)
         wrong.append(abs(machine.found(6, 1)))
-        suspects = machine.errors.suspects
+        suspected[0] += machine.errors.suspects
+        machine.run(10, 3)  # of a kind that is nobody's
+        machine.run(6, 3)
         machine.run(1, 3)
         machine.run(6, 30)
-        assert suspects >= machine.errors.suspects
+        suspected[1] += machine.errors.suspects
         wrong.append(abs(machine.found(6, 1)))
     assert sorted(wrong)[20] < 0.08
     assert sum(x > 0.15 for x in wrong) <= 4
+    assert suspected[0] >= (15 if pace >= 2.0 else 1)
+    assert suspected[1] <= 2
+
+
+def test_a_neighbour_who_comes_with_one_trial_and_goes_with_another_is_not_suspected():
+    suspected = 0
+    for seed in range(20):
+        machine = Machine(lambda n: 1.0, seed)
+        machine.run(6, 30)
+        machine.run(1, 3, 2.0)
+        machine.run(6, 60, 2.0)
+        machine.run(1, 3)
+        machine.run(6, 30)
+        suspected += machine.errors.suspects
+    assert suspected <= 2
 
 
 def test_what_comes_and_goes_with_two_trials_is_an_error_and_a_third_one_says_how_large():

@@ -52,6 +52,14 @@ def test_who_gains_by_drafting_beyond_doubt_seldom_tries_none():
     assert found == [(128 - 1, [0]), (128 + 256 - 1, [0])]
 
 
+def test_where_a_neighbour_may_have_come_and_gone_with_one_the_next_is_soon():
+    trials = Trials(costs(0.15).errors)
+    assert tried(trials, [4], 3.0, expected(9.0, 6, 1), 500)[-1] == (128 + 256 - 1, [0])
+    trials.errors._undoing = 1.0
+    assert trials.errors.suspects
+    assert tried(trials, [4], 3.0, expected(9.0, 6, 1), 100)[0] == (27, [0])  # that is asked every 16 steps
+
+
 def tried_more(errors, counts, expected):
     """Of who gains by drafting beyond doubt, the trials of more drafts; seldom there are some of none."""
     return [(step, more) for step, more in tried(Trials(errors), counts, 3.0, expected) if any(more)]
