@@ -146,10 +146,15 @@ def show(cells: dict[str, dict[str, Any]], picture: Path) -> None:
     plt.close(figure)
 
 
-if __name__ == "__main__":
-    if sys.argv[1:2] == ["all"] and len(sys.argv) == 3:
-        survey(Path(sys.argv[2]))
-    elif sys.argv[1:2] and sys.argv[1].isdigit():
-        main(int(sys.argv[1]), *sys.argv[2:])
+def command(arguments: list[str]) -> None:
+    """What the command line says."""
+    if arguments[:1] == ["all"] and len(arguments) == 2:
+        survey(Path(arguments[1]))
+    elif arguments and arguments[0].isdigit():
+        main(int(arguments[0]), *arguments[1:])
     else:
         sys.exit("usage: python -m benchmarks.memory K [PAIR], or python -m benchmarks.memory all FILE")
+
+
+if __name__ == "__main__":
+    command(sys.argv[1:])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
@@ -34,6 +33,6 @@ def test_a_line_for_each_cell_and_a_picture(tmp_path, capsys):
 
 
 def test_what_is_neither_k_nor_all_ends_in_a_sentence():
-    done = subprocess.run([sys.executable, "-m", "benchmarks.memory", "some"], capture_output=True, text=True)
-    assert done.returncode == 1
-    assert done.stderr.startswith("usage: python -m benchmarks.memory K [PAIR]")
+    for arguments in ([], ["some"], ["all"], ["all", "a file", "another"]):
+        with pytest.raises(SystemExit, match=r"^usage: python -m benchmarks.memory K \[PAIR\]"):
+            memory.command(arguments)

@@ -4,6 +4,8 @@ numpy's comes from a BLAS that treats the last rows of a tile otherwise than the
 multiplies bfloat16's raw bits.
 """
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -76,6 +78,13 @@ def _language_is_patched_once(monkeypatch):
     yield
     for scope in reversed(patched.values()):
         scope.restore()
+
+
+@pytest.fixture(autouse=True)
+def _overflow_wraps(monkeypatch):
+    """As on a device, and shows in what comes out: to look for it takes longer than the sums and products do."""
+    options = dataclasses.replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
+    monkeypatch.setattr(interpreter.interpreter_builder, "options", options)
 
 
 @pytest.fixture(autouse=True)
