@@ -36,6 +36,7 @@ class DraftPasses:
         self.rows_of_first = _ROWS if following is None else _FOLLOWED
         self.cold = ColdPass()
         self._of_rounds = Surprises()
+        self._shares: dict[tuple[int, int], list[float]] = {}  # that _alike has said
 
     def of(self, passes: Sequence[PassShape]) -> list[float]:
         """Seconds of each pass of a proposal, in order; 0 where no model drafts."""
@@ -114,10 +115,13 @@ class DraftPasses:
 
     def _alike(self, fewest: int, most: int) -> list[float]:
         """How far each node of the draft's table goes by what passes of so many rows have shown."""
-        nodes = self.draft.num_rows
-        below = max([n for n in nodes if n <= fewest], default=nodes[0])
-        above = min([n for n in nodes if n >= most], default=nodes[-1])
-        return [_ALIKE ** max(0.0, math.log2(below / n), math.log2(n / above)) for n in nodes]
+        if (fewest, most) not in self._shares:
+            nodes = self.draft.num_rows
+            below = max([n for n in nodes if n <= fewest], default=nodes[0])
+            above = min([n for n in nodes if n >= most], default=nodes[-1])
+            shares = [_ALIKE ** max(0.0, math.log2(below / n), math.log2(n / above)) for n in nodes]
+            self._shares[fewest, most] = shares
+        return self._shares[fewest, most]
 
     def _of_each(self, passes: Sequence[PassShape]) -> list[PassSeconds]:
         """Whose passes these are."""
