@@ -196,19 +196,14 @@ for name in sys.argv[1:]:
 """
 
 
-def test_the_control_plane_imports_no_torch():
+def test_the_control_plane_imports_no_torch(tmp_path):
     """One after the other in one process: the first that does is named."""
     command = [sys.executable, "-c", NO_TORCH, "specpaged", *CONTROL_PLANE]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    planted = subprocess.run([*command[:3], "json", "torch"], capture_output=True, text=True, check=False)
+    (tmp_path / "torch.py").touch()
+    planted = subprocess.run([*command[:3], "json", "torch"], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (planted.returncode, planted.stderr) == (1, "torch\n")
-
-
-def test_attention_on_a_cpu_imports_no_triton():
-    """There may be none; and defining its kernels takes seconds."""
-    code = "import sys, specpaged.modeling.attention.new_pass; sys.exit('specpaged_kernels.store_kv' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
 def test_files_are_of_a_size_to_be_read():

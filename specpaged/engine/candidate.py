@@ -35,7 +35,7 @@ def arrival_of(sequences: SequenceOf[Sequence], follows_target: bool) -> Arrival
 
 def glanced_blocks(sequence: Sequence) -> SequenceOf[int]:
     """Where the drafter may put the KV of the last GLANCE tokens that the target has run, as if they were all."""
-    return sequence.page_table.draft_scratch(GLANCE, len(sequence.prompt_token_ids))
+    return sequence.page_table.draft_scratch(GLANCE, sequence.num_prompt_tokens)
 
 
 def draft_lag(sequence: Sequence) -> int:

@@ -28,6 +28,7 @@ from specpaged.speculation.adaptive import AdaptiveController
 from specpaged.speculation.combined import CombinedController
 from specpaged.speculation.controller import Controller
 from specpaged.speculation.cost_model import CostModel
+from specpaged.speculation.kept_costs import FIRST_GUESS, VERSION, whose
 from specpaged.speculation.lookups import LookupController
 from specpaged.speculation.pass_seconds import PassSeconds
 from specpaged.speculation.tetris import TetrisController
@@ -41,13 +42,8 @@ BUDGET = 2.0  # seconds that a probe may take
 LONGEST = BUDGET / 8  # that a pass of one row may, for there to be one
 _SWEEPS = 40
 _FEW = 8  # sequences, whose proposals take a time that hardly depends on how many they are
-# Besides the passes, until it has been seen: of a step and each of its sequences, of a proposal and each of those.
-_STEP_SECONDS, _SEQUENCE_SECONDS = 7e-5, 2.3e-5
-_PROPOSAL_SECONDS, _DRAFTING_SECONDS = 7e-5, 4e-5
-_OF_SEQUENCES = {"seconds_per_drafting": _DRAFTING_SECONDS, "seconds_per_sequence": _SEQUENCE_SECONDS}
-_OF_LOOKUP = 0.1  # of these, what a proposal takes that no model makes
+_OF_LOOKUP = 0.1  # of what is guessed of a proposal, where no model makes it
 _BYTES_PER_SECOND = 1e10  # of weights, where nothing can be measured
-_VERSION = 35  # of what is kept
 
 
 def get_planner(
@@ -93,7 +89,7 @@ def measured_costs(target: ModelRunner, draft: ModelRunner | None, most_rows: in
     path = _path(target, draft, most_rows)
     if path is not None:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            return CostModel.of_dict(json.loads(path.read_text()))
+            return _kept(json.loads(path.read_text()), draft is not None)
     one_row = sequences(target, Shape(1, 1))
     seconds = forward(target, one_row)  # there may be something to build, and weights to read
     if seconds > LONGEST and (seconds := forward(target, one_row)) > LONGEST:
@@ -146,17 +142,19 @@ def probe(target: ModelRunner, draft: ModelRunner | None, most_rows: int, budget
     of_num_seqs = {num_seqs: median(seconds) for num_seqs, seconds in first_seconds.items()}
     first = median(seconds for num_seqs, seconds in of_num_seqs.items() if num_seqs <= _FEW)
     others = [(seconds - first) / num_seqs for num_seqs, seconds in of_num_seqs.items() if num_seqs > _FEW]
-    of_sequences = _OF_SEQUENCES | {"seconds_per_drafting": _DRAFTING_SECONDS + max(0.0, median(others or [0.0]))}
-    of_sequences["seconds_saved"] = min(max(0.0, median(saved)), 0.5 * passes[0].seconds[0])
+    besides: dict[str, Any] = dict(FIRST_GUESS)
+    besides["seconds_per_proposal"] += first
+    besides["seconds_per_drafting"] += max(0.0, median(others or [0.0]))
+    besides["seconds_saved"] = min(max(0.0, median(saved)), 0.5 * passes[0].seconds[0])
     if drafter.reads is not None:
-        of_sequences |= {"following": passes.pop(), "first_share": median(first_shares)}
-    return CostModel(*passes, _PROPOSAL_SECONDS + first, _STEP_SECONDS, **of_sequences)
+        besides |= {"following": passes.pop(), "first_share": median(first_shares)}
+    return CostModel(*passes, **besides)
 
 
 def _of_lookups(target: PassSeconds) -> CostModel:
     """What is known of a drafter without a model."""
-    of_sequences = _OF_SEQUENCES | {"seconds_per_drafting": _OF_LOOKUP * _DRAFTING_SECONDS}
-    return CostModel(target, None, _OF_LOOKUP * _PROPOSAL_SECONDS, _STEP_SECONDS, **of_sequences)
+    of_proposals = ("seconds_per_proposal", "seconds_per_drafting")
+    return CostModel(target, None, **FIRST_GUESS | {name: _OF_LOOKUP * FIRST_GUESS[name] for name in of_proposals})
 
 
 def guessed_costs(target: ModelRunner, draft: ModelRunner | None) -> CostModel:
@@ -173,7 +171,7 @@ def guessed_costs(target: ModelRunner, draft: ModelRunner | None) -> CostModel:
     of_heads: dict[str, Any] = {}
     if is_heads(draft):
         of_heads = {"following": PassSeconds([1, 10, 20], [0.5 * s for s in passes[1].seconds]), "first_share": 0.5}
-    return CostModel(*passes, _PROPOSAL_SECONDS, _STEP_SECONDS, **_OF_SEQUENCES, **of_heads)
+    return CostModel(*passes, **FIRST_GUESS, **of_heads)
 
 
 def _path(target: ModelRunner, draft: ModelRunner | None, most_rows: int) -> Path | None:
@@ -182,7 +180,7 @@ def _path(target: ModelRunner, draft: ModelRunner | None, most_rows: int) -> Pat
     if folder is None:
         return None
     device = target.model.device
-    facts: list[object] = [_VERSION, most_rows, torch.__version__, torch.get_num_threads(), os.cpu_count()]
+    facts: list[object] = [VERSION, most_rows, torch.__version__, torch.get_num_threads(), os.cpu_count()]
     facts.append(torch.cuda.get_device_name(device) if device.type == "cuda" else _processor())
     if "cpp" in (target.model.backend, draft and draft.model.backend):
         facts.append(library.build_name())
@@ -201,10 +199,17 @@ def _path(target: ModelRunner, draft: ModelRunner | None, most_rows: int) -> Pat
 
 
 def _whose(target: ModelRunner, draft: ModelRunner | None) -> dict[str, object]:
-    """By what a plan finds them, which has no models: see planning.pass_costs."""
     models = [runner.model for runner in (target, draft) if runner is not None]
-    names = [f"{model.architecture} {model.num_parameters}" for model in models]
-    return {"models": names, "threads": torch.get_num_threads()}
+    facts = [(model.architecture, model.num_parameters, str(model.dtype).removeprefix("torch.")) for model in models]
+    return whose(str(target.model.device), facts) | {"threads": torch.get_num_threads()}
+
+
+def _kept(values: dict[str, Any], have_draft: bool) -> CostModel:
+    """Costs as they were kept. ValueError, KeyError or TypeError if they are none, or not of such a pair."""
+    costs = CostModel.of_dict(values)
+    if have_draft != (costs.draft is not None):
+        raise ValueError("draft")
+    return costs
 
 
 def _processor() -> str:
@@ -218,5 +223,10 @@ def _processor() -> str:
 def _write(path: Path, text: str) -> None:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".writing", delete=False) as file:
-        file.write(text)
-    os.replace(file.name, path)
+        try:
+            file.write(text)
+            file.flush()
+            os.replace(file.name, path)
+        except OSError:
+            os.unlink(file.name)
+            raise

@@ -56,6 +56,7 @@ class DraftPlanner:
         self.calls = Calls()
         # Whether drafts are such as turns are followed of: what others find is asked for whatever the text.
         self._models_draft = getattr(self.costs, "draft", None) is not None
+        self._is_late = False  # the host, in rounds of a device's
         self._selects = True  # whether drafts were selected from when that was asked last
 
     @property
@@ -120,20 +121,16 @@ class DraftPlanner:
 
     def leave_to_device(self, waits: bool) -> None:
         """Rounds are a device's from now on, wherever they can be, and the host waits for each of them, or is late."""
-        leave = getattr(self.controller, "leave_to_device", None)
-        if leave is not None:
-            ask(leave, waits)
+        self._is_late = not waits
+        ask(getattr(self.controller, "leave_to_device", bool))
 
     def plan_round(self, sequences: SequenceOf[Sequence]) -> list[int]:
         """How much to draft for each in a round that a device runs by itself: nobody hears what it takes, or looks at a
         draft before it is verified.
         """
-        is_deaf, self.clock.is_deaf = self.clock.is_deaf, True
-        try:
+        with self.clock.of_device(self._is_late):
             plan = self.plan(sequences)
             self.begin()
-        finally:
-            self.clock.is_deaf = is_deaf
         if plan.tries_rows:  # as a host's step has planned it
             return [0] * len(sequences)
         return list(plan.num_draft_tokens if plan.stop_rule is None else plan.without_rule)

@@ -28,6 +28,7 @@ class Outcomes:
 
     def add(self, sequence: Sequence, draft: Draft, token_ids: SequenceOf[int]) -> None:
         """These tokens stand where this was drafted."""
+        self._come_back(sequence)
         self._known.append((sequence, draft, token_ids))
 
     def verified(self, sequence: Sequence, num_accepted: int, num_rejected: int) -> bool:
@@ -36,6 +37,7 @@ class Outcomes:
         Of that the controller hears at once; what else is known of the sequence, and waits, is of the text before, or
         told with it. Without one it hears of such drafts now and then anyway.
         """
+        self._come_back(sequence)
         turned = self._turns.add(sequence, num_accepted, num_rejected, self._expects)
         if turned is None:
             return False
@@ -47,6 +49,7 @@ class Outcomes:
         """So many drafts would have stood, and so many not; whether its text has turned by that, or is not what was
         expected. It is told here.
         """
+        self._come_back(sequence)
         num_seen, expected = num_stood + num_fallen, self._expects(sequence)
         is_surprise = expected is not None and contradicts(num_stood, num_seen, expected)
         self._observe(sequence, num_stood, num_fallen)
@@ -62,10 +65,17 @@ class Outcomes:
     def forget(self, sequence: Sequence) -> None:
         """The sequence has ended, or given up its KV."""
         self._turns.forget(sequence)
-        ended = sequence.has_ended and sequence.error is None and sequence.params.max_tokens
-        end = (len(sequence.output_token_ids), sequence.params.max_tokens) if ended else None
+        end, num_tokens, most_tokens = None, len(sequence.output_token_ids), sequence.params.max_tokens
+        by_itself = sequence.has_ended and sequence.error is None and sequence.finish_reason != "abort"
+        if by_itself and num_tokens and most_tokens:  # a host may call any end the same
+            end = num_tokens, most_tokens
         self._gone.append((sequence, end))
         if len(self._gone) >= _MOST_GONE:
+            self.tell()
+
+    def _come_back(self, sequence: Sequence) -> None:
+        """Who had given up its KV is here again: it is forgotten before anything new is known of it."""
+        if any(gone is sequence for gone, _ in self._gone):
             self.tell()
 
     def tell(self) -> None:

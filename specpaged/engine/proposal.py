@@ -147,8 +147,10 @@ def prepare(step: SpeculativeStep, scored: ScoredStep, reserve: Reserve) -> Prop
     rows: list[DraftRow] = []
     for entry in scored.entries:
         sequence = entry.sequence
-        if sequence in scored.hidden_states and lacks_hidden_states(entry, scored.rounds is not None):
-            sequence.max_draft_tokens = 0  # for good
+        # For good; but ranks have to agree on who may draft, and take the first one's drafts whoever lacks some.
+        may_differ = sequence in scored.hidden_states and step.agree is None
+        if may_differ and lacks_hidden_states(entry, scored.rounds is not None):
+            sequence.max_draft_tokens = 0
         looks = sequence in looking_idx
         if looks and sequence in lookups:  # its drafts, if any, and what it looks back at are two rows
             rows.append(DraftRow(sequence, (), 0, (), 0, request_idx[sequence], lookup=lookups.pop(sequence)))

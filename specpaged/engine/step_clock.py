@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
+from contextlib import contextmanager
 from typing import Any
 
 from specpaged.drafting.base import DraftRow
@@ -55,6 +56,22 @@ class StepClock:
         self._proposal_seconds = 0.0
         self._pass_seconds = 0.0  # of the target's, and of all between them
         self._left_out = 0.0  # seconds since they ended
+
+    @contextmanager
+    def of_device(self, is_late: bool) -> Iterator[None]:
+        """A device runs this round by itself: nobody hears what it takes, and a host who `is_late` is waited for no
+        more.
+        """
+        costs, is_deaf = getattr(self.controller, "costs", None), self.is_deaf
+        self.is_deaf = True
+        if costs is not None:
+            costs.hides_host = is_late
+        try:
+            yield
+        finally:
+            self.is_deaf = is_deaf
+            if costs is not None:
+                costs.hides_host = False
 
     def begin(self, is_trial: bool = False, age: int = 0) -> None:
         """The target's pass begins, and the step before has ended; so many steps followed the same plan before."""

@@ -11,14 +11,7 @@ from pathlib import Path
 from specpaged.planning.model_memory import ModelMemory
 from specpaged.planning.roof_line import RoofLine
 from specpaged.speculation.cost_model import CostModel
-
-# Besides passes, of a step, a sequence in it, a proposal, and a sequence in that: as engines guess them at first.
-_BESIDES = {
-    "seconds_per_step": 7e-5,
-    "seconds_per_sequence": 2.3e-5,
-    "seconds_per_proposal": 7e-5,
-    "seconds_per_drafting": 4e-5,
-}
+from specpaged.speculation.kept_costs import FIRST_GUESS, whose
 
 
 @dataclass(frozen=True)
@@ -60,30 +53,31 @@ class PassCosts:
         if measured is not None:
             costs, rates = _tuned(measured)
             return cls(costs, f"measured, in {measured.name}", rates, f"measured, in {measured.name}")
-        kept = None if roof is not None else find_kept(folder, target, draft, threads)
+        kept = None if roof is not None else find_kept(folder, target, draft, device, threads)
         if kept is not None:
             return cls(kept[0], f"measured by an engine here, with {kept[1]} threads", rates, of_rates)
         named = roof or RoofLine.assumed(device)
         of_draft = None if draft is None else named.pass_seconds(draft)
         source = f"assumed: {named.bytes_per_second / 1e9:g} GB/s and {named.flops / 1e9:g} GFLOP/s"
-        return cls(CostModel(named.pass_seconds(target), of_draft, **_BESIDES), source, rates, of_rates)
+        return cls(CostModel(named.pass_seconds(target), of_draft, **FIRST_GUESS), source, rates, of_rates)
 
 
 def find_kept(
-    folder: Path | None, target: ModelMemory, draft: ModelMemory | None, threads: int | None
+    folder: Path | None, target: ModelMemory, draft: ModelMemory | None, device: str, threads: int | None
 ) -> tuple[CostModel, int] | None:
-    """Costs that an engine of this pair has kept, and its threads, which are `threads` if that is said.
+    """Costs that an engine of this pair has kept on such a device, and its threads: `threads` if that is said.
 
     Of several the quickest: neighbours on a machine only ever slow passes down.
     """
     if folder is None or not folder.is_dir():
         return None
-    pair = [pair_key(model.architecture, model.num_parameters) for model in (target, draft) if model is not None]
+    models = [model for model in (target, draft) if model is not None]
+    wanted = whose(device, [(model.architecture, model.num_parameters, model.dtype) for model in models])
     found: list[tuple[CostModel, int]] = []
     for path in folder.glob("costs-*.json"):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            values = json.loads(path.read_text())
-            if values.get("models") == pair and threads in (None, values["threads"]):
+            values = dict(json.loads(path.read_text()))
+            if wanted.items() <= values.items() and threads in (None, values["threads"]):
                 found.append((CostModel.of_dict(values), values["threads"]))
     return min(found, key=lambda kept: _seconds(kept[0]), default=None)
 
@@ -92,11 +86,6 @@ def _seconds(costs: CostModel) -> float:
     """Of a pass of each model, of a few rows and of many."""
     models = [passes for passes in (costs.target, costs.draft) if passes is not None]
     return sum(passes.of_rows(num_rows) for passes in models for num_rows in (1, 8, 64))
-
-
-def pair_key(architecture: str, num_parameters: int) -> str:
-    """By which kept costs name a model."""
-    return f"{architecture} {num_parameters}"
 
 
 def _tuned(path: Path) -> tuple[CostModel, list[float]]:

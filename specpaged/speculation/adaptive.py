@@ -65,12 +65,9 @@ class AdaptiveController(MeasuringController):
         self.length = PlanLength()
         self.repayment = Repayment(costs)
 
-    def leave_to_device(self, waits: bool) -> None:
-        """A device runs rounds by itself: nobody looks back, sees a draft before it is verified, or times a trial; nor
-        is the host waited for, unless he `waits` for each of them.
-        """
+    def leave_to_device(self) -> None:
+        """A device runs rounds by itself: nobody looks back, sees a draft before it is verified, or times a trial."""
         self.looks_back = self.stops = self.selects_by_rule = self.is_timed = False
-        self.costs.hides_host = not waits
 
     @override
     def plan(self, candidates: Sequence[Candidate], num_steps: int = 1) -> Plan:
@@ -190,9 +187,8 @@ class AdaptiveController(MeasuringController):
         """Who is alone, and like one before, goes by what was decided then, if it is repaid to catch up for that."""
         if len(candidates) > 1:
             return self._decide(candidates, logits)
-        (candidate,), costs = candidates, self.costs
-        length, rounds = candidate.context_len // ALIKE, (costs.plain_rounds, costs.drafting_rounds)
-        key = self._is_drafting, logits[0], candidate.most, length, costs.overlaps, rounds
+        (candidate,) = candidates
+        key = self._is_drafting, logits[0], candidate.most, candidate.context_len // ALIKE, self.costs.way
         decision = self.decisions.of(key, lambda: self._decide([replace(candidate, lag=1)], logits))
         is_repaid = self._repaid(candidates, Selection(decision.counts, decision.tokens_per_second))
         return decision if all(is_repaid) else self._decide(candidates, logits)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
@@ -96,6 +95,11 @@ class CostModel:
             f"besides, {1e3 * self.proposal(1):.2g} to {1e3 * self.proposal(SHOWN[-1]):.2g} ms a proposal, "
             f"{1e3 * self.rest(1):.2g} to {1e3 * self.rest(SHOWN[-1]):.2g} a step"
         )
+
+    @property
+    def way(self) -> tuple[int, int, bool, bool]:
+        """In which steps are run: what they take differs by it."""
+        return self.plain_rounds, self.drafting_rounds, self.overlaps, self.hides_host
 
     def rest(self, num_seqs: int, num_rounds: int = 1) -> float:
         """Of a step of so many rounds, beside its passes."""
@@ -270,7 +274,7 @@ class CostModel:
         move = math.log(factor) / sum(part * part for part in parts)
         for _ in range(_NEWTON):
             moved = [part * math.exp(part * move) for part in parts]
-            move -= (sum(moved) - factor) / sum(map(operator.mul, parts, moved))
+            move -= (sum(moved) - factor) / sum(part * of_moved for part, of_moved in zip(parts, moved, strict=True))
         self.seconds_per_step *= math.exp(parts[0] * move)
         self.seconds_per_sequence *= math.exp(parts[1] * move)
         for other, seconds in zip(others, before, strict=True):
@@ -290,4 +294,7 @@ class CostModel:
     def of_dict(cls, values: Mapping) -> CostModel:
         """The reverse of `as_dict`. ValueError, KeyError or TypeError if it is none."""
         passes = {name: None if values[name] is None else PassSeconds(*values[name]) for name in _PASSES}
-        return cls(**passes, **{name: float(values[name]) for name in _BESIDES})
+        besides = {name: float(values[name]) for name in _BESIDES}
+        if passes["target"] is None or not all(0 <= seconds < math.inf for seconds in besides.values()):
+            raise ValueError(f"target and {', '.join(_BESIDES)} must be there, and finite ones >= 0")
+        return cls(**passes, **besides)

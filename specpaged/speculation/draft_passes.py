@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
 from specpaged.speculation.cold_pass import ColdPass
@@ -36,7 +37,7 @@ class DraftPasses:
         self.rows_of_first = _ROWS if following is None else _FOLLOWED
         self.cold = ColdPass()
         self._of_rounds = Surprises()
-        self._shares: dict[tuple[int, int], list[float]] = {}  # that _alike has said
+        self._shares: dict[tuple[int, int], list[float]] = {}  # that _alike has said, by nodes
 
     def of(self, passes: Sequence[PassShape]) -> list[float]:
         """Seconds of each pass of a proposal, in order; 0 where no model drafts."""
@@ -115,13 +116,13 @@ class DraftPasses:
 
     def _alike(self, fewest: int, most: int) -> list[float]:
         """How far each node of the draft's table goes by what passes of so many rows have shown."""
-        if (fewest, most) not in self._shares:
-            nodes = self.draft.num_rows
-            below = max([n for n in nodes if n <= fewest], default=nodes[0])
-            above = min([n for n in nodes if n >= most], default=nodes[-1])
+        nodes = self.draft.num_rows
+        between = max(0, bisect_right(nodes, fewest) - 1), min(bisect_left(nodes, most), len(nodes) - 1)
+        if between not in self._shares:
+            below, above = nodes[between[0]], nodes[between[1]]
             shares = [_ALIKE ** max(0.0, math.log2(below / n), math.log2(n / above)) for n in nodes]
-            self._shares[fewest, most] = shares
-        return self._shares[fewest, most]
+            self._shares[between] = shares
+        return self._shares[between]
 
     def _of_each(self, passes: Sequence[PassShape]) -> list[PassSeconds]:
         """Whose passes these are."""

@@ -49,7 +49,7 @@ class PassSeconds:
         if list(num_rows) != sorted(set(num_rows)) or num_rows[0] < 1:
             raise ValueError(f"num_rows must ascend from 1 or more, got {list(num_rows)}")
         others = (per_sequence, per_kv_token, per_row_and_kv_token, per_further_kv_token, near_kv_tokens)
-        if min(*seconds) <= 0 or min(others) < 0:
+        if not (all(0 < s < math.inf for s in seconds) and all(0 <= s < math.inf for s in others)):
             raise ValueError(f"seconds must be positive, got {list(seconds)}, and {others} besides")
         self.num_rows = list(num_rows)
         self.seconds = list(seconds)

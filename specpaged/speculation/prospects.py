@@ -26,8 +26,8 @@ class Prospects:
         self.acceptance = acceptance
         self._gain_of = gain_of
         self._num_plans = self._asked = 0  # so far, and when that was asked anew
-        # By batch size, most drafts of one sequence, rounds, and the logit that is expected of the drafts.
-        self._gains: dict[tuple[int, int, int, int, float], float] = {}
+        # By batch size, most drafts of one sequence, the costs' way, and the logit that is expected of the drafts.
+        self._gains: dict[tuple, float] = {}
 
     def count_plan(self) -> None:
         """Another plan is made: now and then all is forgotten."""
@@ -44,7 +44,7 @@ class Prospects:
         """How many times as fast decoding would be if so many drafted, and drafts stood as expected; 0: it is not to
         pay.
         """
-        key = num_seqs, most, self.costs.plain_rounds, self.costs.drafting_rounds, expected_logit
+        key = num_seqs, most, self.costs.way, expected_logit
         gain = self._gains.get(key)
         if gain is None:
             chances = self.acceptance.chances(expected_logit, most)

@@ -68,12 +68,12 @@ class TimesOfSteps:
     def __init__(self, costs: CostModel):
         self.costs = costs
         self.context = 0.0
-        self._known: dict[tuple[int, int, int], StepTimes] = {}  # by batch size and the costs' rounds
+        self._known: dict[tuple, StepTimes] = {}  # by batch size and the costs' way
 
     def of(self, batch_size: int, num_drafts: int) -> StepTimes:
         """With so many drafts at least."""
         context = self.context
-        key = batch_size, self.costs.plain_rounds, self.costs.drafting_rounds
+        key = batch_size, self.costs.way
         times = self._known.get(key)
         if (
             times is None

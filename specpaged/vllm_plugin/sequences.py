@@ -170,7 +170,8 @@ class Sequences:
         if self._drafted_blocks is not None:
             self._drafted_blocks.hand_out(blocks[num_tokens // self.block_size :])
         sequence.page_table.restart(blocks, [num_tokens, 0][: self.num_pools])
-        self._drop(sequence)
+        if sequence not in self.new:  # who has just come has left nothing behind
+            self._drop(sequence)
 
     def note_draft_kv(self, sequences: SequenceOf[Sequence]) -> None:
         """The step of these sequences is over, in vLLM's order: whose blocks the drafter has filled is remembered."""

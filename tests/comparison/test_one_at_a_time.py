@@ -1,5 +1,6 @@
 """Decoding one at a time: the same in several processes as in one."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -11,7 +12,7 @@ from specpaged.comparison.reference import PlainReference
 from tests import toys
 
 
-def test_processes_decode_what_one_decodes_and_raise_what_one_raises(toy_pair):
+def test_processes_decode_what_one_decodes(toy_pair):
     llm = LLM(toy_pair.target, speculative_config={"model": toy_pair.draft}, max_model_len=64)
     prompts = [prompt["prompt_token_ids"] for prompt in toys.prompts(5, longest=20)]
     params = [SamplingParams(temperature=t, seed=7, max_tokens=6) for t in (0.0, 0.8, 0.0, 1.0, 0.0)]
@@ -20,8 +21,6 @@ def test_processes_decode_what_one_decodes_and_raise_what_one_raises(toy_pair):
     assert expected == [output.outputs[0].token_ids for output in outputs]
     make = partial(PlainReference.of, llm.config)
     assert decode(make, prompts, params, processes=2) == expected
-    with pytest.raises(ValueError, match="max_model_len"):
-        decode(make, [[1] * 64], params[:1], processes=2)
 
 
 @pytest.mark.parametrize("schedule", ["overlap", "auto"])
@@ -33,10 +32,13 @@ def test_what_is_drafted_beside_verification_is_compared_with_plain_decoding(toy
     assert PlainReference.of(llm.config).generate(prompt, params) == output.outputs[0].token_ids
 
 
-def test_what_fails_in_loading_comes_through_as_itself():
-    make = partial(LLM, "/nowhere/at/all")
-    with pytest.raises(ValueError, match="model '/nowhere/at/all' does not exist"):
-        decode(make, [[1]], [SamplingParams(max_tokens=1)], processes=2)
+@pytest.mark.parametrize(("processes", "prompt"), [(2, [1]), (1, [1]), (1, [1] * 64)])
+def test_what_fails_in_loading_or_decoding_comes_through_as_itself(toy_pair, processes, prompt):
+    target = toy_pair.target if len(prompt) > 1 else "/nowhere/at/all"
+    error = "max_model_len" if len(prompt) > 1 else "model '/nowhere/at/all' does not exist"
+    make = partial(PlainReference.of, replace(LLM(toy_pair.target, max_model_len=64).config, model=target))
+    with pytest.raises(ValueError, match=error):
+        decode(make, [prompt], [SamplingParams(max_tokens=1)], processes=processes)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -84,16 +85,33 @@ def test_the_interpreter_is_not_measured(pair, monkeypatch):
     is_sound(measured_costs(*pair, 20))
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"target": [[1], [2]]}', '{"target": null, "draft": null}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[]",
+        "{}",
+        {"target": None},
+        {"draft": None},
+        {"target": [[1], [2]]},
+        {"target": [[1, 8], [math.nan, 1.0]]},
+        {"target": [[1, 8], [1.0, 1.0], math.inf]},
+        {"seconds_per_proposal": -1},
+        {"seconds_per_step": math.nan},
+        {"seconds_per_sequence": None},
+    ],
+)
 def test_what_is_kept_and_cannot_be_read_is_measured_anew(pair, tmp_path, monkeypatch, content):
     monkeypatch.setenv("SPECPAGED_CACHE", str(tmp_path))
     monkeypatch.setattr(cost_probe, "BUDGET", 0.05)
     measured_costs(*pair, 20)
     (path,) = tmp_path.glob("costs-*.json")
     kept = path.read_text()
-    path.write_text(content)
+    path.write_text(content if isinstance(content, str) else json.dumps(json.loads(kept) | content))
+    spoilt = path.read_text()
     is_sound(measured_costs(*pair, 20))
     assert json.loads(path.read_text()).keys() == json.loads(kept).keys()
+    assert path.read_text() != spoilt
 
 
 def test_other_rows_or_threads_are_kept_beside(pair, tmp_path, monkeypatch):
@@ -115,6 +133,18 @@ def test_costs_of_another_build_of_the_kernels_are_not_taken(toy_pair, tmp_path,
         monkeypatch.setattr(cost_probe.library, "build_name", lambda name=name: name)
         measured_costs(engine.target, engine.draft, 20)
     assert len(list(tmp_path.glob("costs-*.json"))) == 2
+
+
+def test_what_could_not_be_kept_is_not_left_half_written(pair, tmp_path, monkeypatch, caplog):
+    def full(*_):
+        raise OSError("no space left on device")
+
+    monkeypatch.setenv("SPECPAGED_CACHE", str(tmp_path))
+    monkeypatch.setattr(cost_probe, "BUDGET", 0.05)
+    monkeypatch.setattr(cost_probe.os, "replace", full)
+    is_sound(measured_costs(*pair, 20))
+    assert "not kept" in caplog.text
+    assert [path for path in tmp_path.iterdir() if path.is_file()] == []
 
 
 def test_nowhere_to_keep_it_is_no_reason_not_to_start(pair, tmp_path, monkeypatch, caplog):

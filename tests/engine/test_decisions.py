@@ -201,6 +201,36 @@ def test_ranks_that_plan_unlike_one_another_all_do_what_the_first_one_has_planne
     assert any(tries == [1] and any(counts) and not looks for counts, looks, _, _, tries in plans), "none tried rows"
 
 
+@pytest.mark.parametrize("k", [2, "auto"])
+def test_ranks_of_which_one_has_failed_to_draft_draft_for_the_same_ones(target, heads, k):
+    """With heads, which from then on lack hidden states there; it is told what the first one has said."""
+    prompts = toys.prompts(3, seed=2)
+    expected = token_ids(generate(plain_llm(target), prompts, PARAMS[0]))
+    agreed = []
+    for fails in (False, True):
+        llm, heard = heads_llm(target, "eagle3", heads["eagle3"], k), iter(agreed)
+        step = llm.engine.speculative_step
+        if k == "auto":
+            step.planner = DraftPlanner(Whim(7, looks_back=False), follows_target=True)
+        honest, calls = step.drafter.propose, []
+
+        def propose(*args, fails=fails, honest=honest, calls=calls):
+            calls.append(None)
+            if fails and len(calls) == 2:
+                raise MemoryError("of one rank")
+            return honest(*args)
+
+        step.drafter.propose = propose
+        if fails:
+            step.agree = lambda said, heard=heard: [of for _, of in zip(said, next(heard), strict=True)]
+        else:
+            step.agree = lambda said: agreed.append([list(of) for of in said]) or agreed[-1]
+        assert token_ids(generate(llm, prompts, PARAMS[0])) == expected
+        assert (llm.metrics.failed_steps, llm.metrics.failed_proposals) == (0, fails)
+    assert next(heard, None) is None
+    assert len(agreed) > 8
+
+
 @pytest.mark.parametrize("method", ["draft_model", "ngram"])
 @pytest.mark.parametrize("verification", ["coupled", "rejection"])
 def test_under_rejection_nothing_is_decided_by_what_was_drawn(toy_pair, method, verification):
@@ -215,9 +245,14 @@ def test_outputs_are_plain_decodings_with_the_controllers_that_ship(toy_pair, sp
     prompts = toys.prompts(len(PARAMS), seed=4)
     expected = token_ids(generate(make_llm(toy_pair, k=0), prompts, [as_plain(params) for params in PARAMS]))
     llm = make_llm(toy_pair, k=3, speculative=speculative, enable_prefix_caching=True)
+    planner = llm.engine.speculative_step.planner
+    if planner.costs is not None:  # whatever passes of toys take, it is to draft
+        planner.clock.is_deaf = True
+        for passes, seconds in ((planner.costs.target, 1.0), (planner.costs.draft, 1e-3)):
+            passes.seconds = [seconds] * len(passes.seconds)
     assert token_ids(generate(llm, prompts, PARAMS)) == expected
     metrics = llm.metrics
-    assert metrics.accepted_tokens <= metrics.draft_tokens <= metrics.proposed_tokens
+    assert 0 < metrics.accepted_tokens < metrics.draft_tokens <= metrics.proposed_tokens
     if "selection" in speculative:
         assert 0 < metrics.draft_tokens < metrics.proposed_tokens  # 3 and 2 more are drafted, 3 in the mean verified
         assert metrics.token_efficiency == metrics.accepted_tokens / metrics.proposed_tokens

@@ -390,6 +390,19 @@ def test_of_a_round_that_a_device_runs_nobody_hears_and_a_rule_is_not_asked():
     assert told == [("a", 3, 0), ("b", 1, 1)]
 
 
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_host_hides_what_it_does_behind_rounds_of_a_device_alone_and_only_if_it_is_late(waits):
+    listener, hidden = Listener(), []
+    listener.costs = CostModel(PassSeconds([1, 8], [1.0, 2.0]), PassSeconds([1, 8], [0.1, 0.2]))
+    listener.plan = lambda candidates, num_steps: hidden.append(listener.costs.hides_host) or Plan([3])
+    planner = DraftPlanner(listener)
+    planner.leave_to_device(waits)
+    planner.plan([Member()])
+    planner.plan_round([Member()])
+    planner.plan([Member()])
+    assert hidden == [False, not waits, False]
+
+
 def test_what_a_host_has_planned_and_drafted_before_is_not_taken_for_a_devices():
     """A trial of rows goes on without any; and of a draft that was dropped nobody says that it fell."""
     planner, member, told = DraftPlanner(Listener()), Member(), []

@@ -35,7 +35,10 @@ class Member(SimpleNamespace):
 
 def member(name: str, has_ended: bool = True, error: str | None = None) -> Member:
     params = SimpleNamespace(max_tokens=9)
-    return Member(name=name, has_ended=has_ended, error=error, output_token_ids=[1, 2], params=params)
+    reason = "length" if has_ended else None
+    return Member(
+        name=name, has_ended=has_ended, finish_reason=reason, error=error, output_token_ids=[1, 2], params=params
+    )
 
 
 def test_who_is_gone_is_told_behind_what_came_of_its_drafts_and_nothing_is_told_twice():
@@ -49,14 +52,44 @@ def test_who_is_gone_is_told_behind_what_came_of_its_drafts_and_nothing_is_told_
     assert controller.told == [("a", 2, 1), ("a", 1, 1, 1), (2, 9), "a"]
 
 
-def test_an_end_is_told_of_who_has_ended_when_it_left_and_of_nobody_who_failed():
+def test_an_end_is_told_of_who_has_ended_when_it_left_and_of_nobody_who_failed_or_was_aborted():
     outcomes, a = Outcomes(controller := Controller()), member("a", has_ended=False)
     outcomes.forget(a)  # it gives up its KV,
     a.has_ended = True  # and ends before anything is told
     outcomes.forget(a)
     outcomes.forget(member("b", error="out of memory"))
+    aborted, unheard = member("c"), member("d")
+    aborted.finish_reason = "abort"
+    unheard.output_token_ids = []
+    outcomes.forget(aborted)
+    outcomes.forget(unheard)
     outcomes.tell()
-    assert controller.told == ["a", (2, 9), "a", "b"]
+    assert controller.told == ["a", (2, 9), "a", "b", "c", "d"]
+
+
+def test_who_comes_back_is_forgotten_before_anything_new_is_known_of_it():
+    outcomes, (a, b) = Outcomes(controller := Controller()), (member(name, has_ended=False) for name in "ab")
+    outcomes.add(a, Draft([1, 2]), [1, 3])
+    outcomes.forget(a)
+    outcomes.add(b, Draft([1]), [1])
+    assert not controller.told
+    outcomes.add(a, Draft([4, 5]), [4, 5, 6])
+    outcomes.tell()
+    assert controller.told == [("a", 1, 1), ("b", 1, 0), "a", ("a", 2, 0)]
+
+
+@pytest.mark.parametrize("how", ["looked_back", "verified"])
+def test_who_comes_back_is_forgotten_before_its_text_is_said_to_have_turned(how):
+    class Observing(Controller):
+        def observe_outcomes(self, sequence, num_accepted, num_rejected):
+            self.told.append((sequence.name, num_accepted, num_rejected))
+
+    outcomes, a = Outcomes(controller := Observing()), member("a", has_ended=False)
+    outcomes.forget(a)
+    for _ in range(8):
+        getattr(outcomes, how)(a, 4, 0)
+    assert controller.told[:1] == ["a"]
+    assert "a" not in controller.told[1:]
 
 
 def test_who_is_gone_is_not_kept_for_long():

@@ -317,8 +317,8 @@ def run(path, dtype, threads, backend, sequences, drafts):
     logits = torch.cat(rows).contiguous()
     return [model.numerics_scheme, hashlib.sha256(logits.numpy().tobytes()).hexdigest()]
 
-cases, sequences, drafts = json.loads(sys.argv[1])
-print(json.dumps([run(*case, sequences, drafts) for case in cases]))
+cases, *limits = json.loads(sys.argv[1])
+print(json.dumps([[run(*case, *limit) for case in cases] for limit in limits]))
 """
 
 
@@ -351,7 +351,7 @@ def run_script(script: str, argument: object) -> object:
     return json.loads(result.stdout.splitlines()[-1])
 
 
-def test_two_processes_with_other_limits_have_the_same_scheme_and_bits(toy_path):
+def test_models_loaded_with_other_limits_have_the_same_scheme_and_bits(toy_path):
     """One decodes one sequence token by token, the other verifies seven drafts of each of 32 sequences."""
     cases = [
         ("qwen3", "float32", 1, "torch"),
@@ -362,9 +362,9 @@ def test_two_processes_with_other_limits_have_the_same_scheme_and_bits(toy_path)
         ("gemma2", "bfloat16", 2, "cpp"),
     ]
     cases = [(toy_path(name), *case) for name, *case in cases]
-    plain = run_script(SCRIPT, [cases, 1, 0])
-    assert all(scheme.startswith("exact: ") for scheme, _ in plain)
-    assert run_script(SCRIPT, [cases, 32, 7]) == plain
+    one, many = run_script(SCRIPT, [cases, (1, 0), (32, 7)])
+    assert all(scheme.startswith("exact: ") for scheme, _ in one)
+    assert many == one
 
 
 def test_long_prefills_on_three_threads_have_the_bits_of_their_chunks(tmp_path):

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from specpaged.planning.layouts import layouts
 from specpaged.planning.memory_model import MemoryModel
 from specpaged.planning.model_memory import ModelMemory
-from specpaged.planning.pass_costs import PassCosts, find_kept, pair_key
+from specpaged.planning.pass_costs import PassCosts, find_kept
 from specpaged.planning.plan import Planner, closed_bound
 from specpaged.planning.roof_line import RoofLine
 from specpaged.planning.speed import Speed
 from specpaged.planning.units import human_bytes, parse_bytes
 from specpaged.speculation.cost_model import CostModel
+from specpaged.speculation.kept_costs import whose
 from specpaged.speculation.pass_seconds import PassSeconds
 
 MIB = 1 << 20
@@ -92,16 +93,22 @@ def test_the_largest_batch_fits_and_one_more_does_not(memory, window, block_size
 
 def test_costs_that_an_engine_has_kept_are_found_by_pair_and_threads(tmp_path):
     costs = CostModel(PassSeconds([1, 2], [0.5, 0.6]), PassSeconds([1, 2], [0.1, 0.1]))
-    names = [pair_key(model.architecture, model.num_parameters) for model in (TARGET, DRAFT)]
-    (tmp_path / "costs-a.json").write_text(json.dumps(costs.as_dict() | {"models": names, "threads": 2}))
+    of_pair = whose("cpu", [(m.architecture, m.num_parameters, m.dtype) for m in (TARGET, DRAFT)]) | {"threads": 2}
+    (tmp_path / "costs-a.json").write_text(json.dumps(costs.as_dict() | of_pair))
     slower = CostModel(PassSeconds([1, 2], [0.7, 0.8]), PassSeconds([1, 2], [0.1, 0.1]))  # a neighbour was in the way
-    (tmp_path / "costs-d.json").write_text(json.dumps(slower.as_dict() | {"models": names, "threads": 2}))
+    (tmp_path / "costs-d.json").write_text(json.dumps(slower.as_dict() | of_pair))
     (tmp_path / "costs-b.json").write_text("{")
     (tmp_path / "costs-c.json").write_text(json.dumps(costs.as_dict()))  # of nobody knows whom
-    found, threads = find_kept(tmp_path, TARGET, DRAFT, None)
+    (tmp_path / "costs-e.json").write_text("[]")
+    quicker = CostModel(PassSeconds([1, 2], [0.1, 0.1]), PassSeconds([1, 2], [0.1, 0.1]))
+    names = [f"{name.rpartition(' ')[0]} bfloat16" for name in of_pair["models"]]
+    for i, other in enumerate(({"version": 1}, {"device": "cuda"}, {"models": names})):  # of nobody who is asked for
+        (tmp_path / f"costs-{i}.json").write_text(json.dumps(quicker.as_dict() | of_pair | other))
+    found, threads = find_kept(tmp_path, TARGET, DRAFT, "cpu", None)
     assert (found.target.seconds, threads) == ([0.5, 0.6], 2)
-    assert find_kept(tmp_path, TARGET, DRAFT, 1) is None
-    assert find_kept(tmp_path, DRAFT, TARGET, None) is None
+    assert find_kept(tmp_path, TARGET, DRAFT, "cuda:0", None)[0].target.seconds == [0.1, 0.1]
+    assert find_kept(tmp_path, TARGET, DRAFT, "cpu", 1) is None
+    assert find_kept(tmp_path, DRAFT, TARGET, "cpu", None) is None
     arguments = (TARGET, DRAFT, "cpu", None, 0.6)
     assert "with 2 threads" in PassCosts.of(*arguments, None, None, tmp_path).source
     assert PassCosts.of(*arguments, RoofLine(1e9, 1e9), None, tmp_path).source == "assumed: 1 GB/s and 1 GFLOP/s"

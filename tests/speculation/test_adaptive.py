@@ -6,13 +6,15 @@ import math
 
 import pytest
 
+from specpaged.speculation.acceptance import AcceptanceModel
 from specpaged.speculation.adaptive import AdaptiveController
 from specpaged.speculation.controller import GLANCE, Candidate
 from specpaged.speculation.cost_model import CostModel
 from specpaged.speculation.looks import Looks
 from specpaged.speculation.lookups import LookupController
 from specpaged.speculation.pass_seconds import PassSeconds, PassShape
-from specpaged.speculation.prospects import LOOKING
+from specpaged.speculation.prospects import LOOKING, Prospects
+from specpaged.speculation.step_times import TimesOfSteps
 from specpaged.speculation.stop_rule import StopRule
 from tests.speculation.simulation import NODES, PLAIN_SECONDS, Fixed, Simulation, costs, knowing, noisy
 
@@ -160,6 +162,21 @@ def test_the_less_certain_drafts_would_gain_the_less_time_goes_into_looking(draf
         for draft, n in zip(drafts, num_seqs, strict=True)
     ]
     assert LOOKING >= shares[0] > shares[1] > shares[2] > 0.0
+
+
+@pytest.mark.parametrize("way", ["plain_rounds", "drafting_rounds", "overlaps", "hides_host"])
+def test_what_drafts_gain_and_what_steps_take_is_asked_anew_where_they_are_run_in_another_way(way):
+    of_way, asked = costs(0.15), []
+    prospects = Prospects(of_way, AcceptanceModel(), lambda chances: asked.append(of_way.way) or float(len(asked)))
+    times = TimesOfSteps(of_way)
+    before, others = getattr(of_way, way), []
+    for value in (before, 1 + before, before):
+        setattr(of_way, way, value)
+        others.append((prospects.gain(4, 0.5, 3), times.of(4, 3)))
+    assert len(set(asked)) == len(asked) == 2
+    assert others[0] == others[2]
+    assert others[1][0] != others[0][0]
+    assert others[1][1] is not others[0][1]
 
 
 def test_noise_switches_nothing_on_and_off():

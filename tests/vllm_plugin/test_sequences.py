@@ -68,7 +68,7 @@ def step(sequences, new_requests=(), cached=(), counts=None, drafts=None, resume
     output.total_num_scheduled_tokens = sum(output.num_scheduled_tokens.values())
     output.scheduled_spec_decode_tokens = drafts or {}
     output.finished_req_ids = set(finished)
-    entries, _ = sequences.update(output)
+    entries, sequences.told_gone = sequences.update(output)
     sequences.check_integrity()
     return entries, [list(entry.draft.token_ids) for entry in entries if entry.samples]
 
@@ -116,6 +116,25 @@ def test_a_real_trace_with_rejections_and_a_preemption():
     assert [facts(entry) for entry in entries] == [("B", 32, 12, 0, True)]
     assert b.page_table.context_lens == [32, 0]  # nobody has drafted in its blocks
     assert len(sequences) == 1
+
+
+def test_only_who_was_here_before_is_among_those_who_are_gone():
+    """What is known of them is forgotten, of their mates' drafts as well as of their own."""
+    sequences = make_sequences()
+    (entry,), _ = step(sequences, [new("A", range(20), [1, 2])], counts={"A": 20})
+    assert sequences.told_gone == []
+    run(entry, [7])
+    known = [*range(20), 7]
+    step(sequences, [new("B", range(9), [3])], [("A", [4, 5], 16)], {"A": 5, "B": 9}, resumed={"A": known})
+    assert sequences.told_gone == [entry.sequence]
+    step(sequences, [new("A", range(20), [1, 2], prefill_token_ids=known)], counts={"A": 21})
+    assert sequences.told_gone == [entry.sequence]  # of the second model runner: it is back
+    step(sequences, [new("A", range(25), [1, 2])], counts={"A": 25})
+    assert sequences.told_gone == [entry.sequence]  # a session goes on as another sequence
+    b = sequences["B"]
+    step(sequences, finished=["A", "B"])
+    assert b in sequences.told_gone
+    assert len(sequences.told_gone) == 2
 
 
 def test_the_second_model_runner_is_told_of_a_resumed_request_as_of_a_new_one():
