@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing_extensions import override
 
 from specpaged.paging.block_allocator import IntegrityError, check_positive
+from specpaged.paging.lent_blocks import LentBlocks
 from specpaged.paging.page_table import PageTable
 
 
@@ -18,18 +19,21 @@ class LeasedPageTable(PageTable):
         lend([3, 4, 5])                  |....|....|....|
         advance(TARGET, 10)              |xxxx|xxxx|xx..|
         truncate(TARGET, 7)              |xxxx|xxx.|....|       blocks 3, 4, 5 as before
+
+    All tables of a host count in `lent` who holds which block; whoever ends a sequence counts its blocks out.
     """
 
     __slots__ = ("num_blocks",)
 
-    def __init__(self, num_blocks: int, block_size: int, num_pools: int = 1):
+    def __init__(self, lent: LentBlocks, num_blocks: int, block_size: int, num_pools: int = 1):
         check_positive("num_blocks", num_blocks)
-        super().__init__(None, block_size, num_pools)
+        super().__init__(lent, block_size, num_pools)
         self.num_blocks = num_blocks  # ids are 1 .. num_blocks
 
     def lend(self, blocks: Sequence[int]) -> None:
         """Append blocks that their owner lends to the sequence. ValueError, and none of them, if one is not there."""
         self._check_blocks(blocks)
+        self._allocator.hold(blocks)
         self.blocks.extend(blocks)
 
     def restart(self, blocks: Sequence[int], context_lens: Sequence[int]) -> None:
@@ -44,13 +48,11 @@ class LeasedPageTable(PageTable):
                 f"context_lens must be {len(self.context_lens)} in 0..{room}, the capacity of {len(blocks)} blocks, "
                 f"got {list(context_lens)}"
             )
+        self._allocator.leave(self.blocks)
+        self._allocator.hold(blocks)
         self.blocks = list(blocks)
         self.context_lens = list(context_lens)
         self.num_published = [0] * len(context_lens)
-
-    @override
-    def draft_scratch(self, num_tokens: int, first_token: int) -> Sequence[int]:
-        return ()  # their owner may lend a block to several
 
     @override
     def advance(self, pool: int, num_tokens: int) -> None:

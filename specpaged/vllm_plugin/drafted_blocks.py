@@ -45,7 +45,10 @@ class DraftedBlocks:
         """
         size, context_len = self.block_size, table.context_lens[TARGET]
         if begins_anew:
-            table.settle((context_len, size * self._find(table, context_len // size)))
+            num_found = self._find(table, context_len // size)
+            table.settle((context_len, size * num_found))
+            # Behind what is missing the draft runs all anew, and may put what it glances at there before.
+            self._blocks.difference_update(table.blocks[num_found:])
         if self.follows and table.context_lens[DRAFT] >= context_len:
             self._filling.update(table.blocks[context_len // size : (context_len + num_new_tokens) // size])
 

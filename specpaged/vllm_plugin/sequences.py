@@ -16,6 +16,7 @@ from specpaged.engine.scheduler import ScheduledSequence
 from specpaged.engine.sequence import Sequence, SequenceStatus, derived_seed
 from specpaged.paging.block_allocator import IntegrityError
 from specpaged.paging.leased_page_table import LeasedPageTable
+from specpaged.paging.lent_blocks import LentBlocks
 from specpaged.paging.page_table import DRAFT, TARGET
 from specpaged.sampling.request import SamplingRequest
 from specpaged.vllm_plugin.drafted_blocks import DraftedBlocks
@@ -55,6 +56,7 @@ class Sequences:
         self.has_grammar: set[Sequence] = set()
         self.owes_prompt_logprobs: set[Sequence] = set()  # vLLM takes them with an output token, once and whole
         self._sequences: dict[str, Sequence] = {}
+        self._lent = LentBlocks()
         self._gone: list[Sequence] = []  # in the last update
         self.new: list[Sequence] = []  # likewise
         self._most_scheduled = 0  # draft tokens of a sequence that its scheduler takes, as of that
@@ -127,7 +129,7 @@ class Sequences:
             new.prompt_token_ids,
             params,
             seed,
-            LeasedPageTable(self.num_blocks, self.block_size, self.num_pools),
+            LeasedPageTable(self._lent, self.num_blocks, self.block_size, self.num_pools),
             self.max_draft_tokens if asked is None else asked,
         )
         sequence.status = SequenceStatus.RUNNING
@@ -182,6 +184,7 @@ class Sequences:
         sequence = self._sequences.pop(request_id, None)
         if sequence is not None:
             sequence.finish_reason = "finished"  # for whatever reason vLLM has
+            self._lent.leave(sequence.page_table.blocks)
             self._drop(sequence)
             self.has_grammar.discard(sequence)
             self.owes_prompt_logprobs.discard(sequence)
@@ -245,6 +248,7 @@ class Sequences:
             sequence.page_table.check_integrity()
             if max(sequence.page_table.context_lens) > sequence.num_tokens + self.max_draft_tokens:
                 raise IntegrityError(f"{sequence!r} has KV of more tokens than it has")
+        self._lent.check_integrity(sequence.page_table.blocks for sequence in self)
         if self._drafted_blocks is not None:
             self._drafted_blocks.check_integrity(self.num_blocks)
         strangers = (self.has_grammar | self.owes_prompt_logprobs) - set(self)

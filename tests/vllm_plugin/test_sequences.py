@@ -230,6 +230,7 @@ def test_the_draft_has_its_kv_where_somebody_has_drafted_and_not_where_a_block_h
     assert found("B", [1, 2, 3, 5]) == 48
     (entry,), _ = step(sequences, [new("C", range(20), [2, 6])], counts={"C": 20})  # block 2 is somebody else's now
     assert found("B", [1, 2, 3, 5]) == 16
+    assert sequences._drafted_blocks._blocks == {1}, "what lay behind the second block may have been glanced over"
     step(sequences, cached=[("C", [3], 20)], counts={"C": 1})
     run(entry, [])
     drafted(entry, 20)
