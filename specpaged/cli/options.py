@@ -1,4 +1,4 @@
-"""The options that `generate` and `verify` share."""
+"""The options that several commands share."""
 
 from __future__ import annotations
 

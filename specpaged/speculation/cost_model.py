@@ -149,11 +149,6 @@ class CostModel:
         seconds, is_alone = self.target.of(shape), is_alone or shape.num_rows == shape.num_seqs
         return max(0.5 * seconds, seconds - self.saved(shape.num_rows)) if is_alone else seconds
 
-    @property
-    def drift(self) -> float:
-        """The logarithm of how much slower everything is now than when it was probed."""
-        return self.errors.drift
-
     def observe_target(self, shape: PassShape, seconds: float, is_alone: bool = False) -> None:
         """A target pass has taken so long; see `target_seconds`."""
         if shape.num_rows > 0 and seconds > 0:

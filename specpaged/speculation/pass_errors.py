@@ -33,7 +33,7 @@ class PassErrors:
 
     def __init__(self, passes: PassSeconds):
         self.passes = passes
-        self.drift = 0.0
+        self.drift = 0.0  # the logarithm of how much slower everything is than when it was probed
         nodes = range(2 + int(_PER_OCTAVE * math.log2(passes.num_rows[-1])))
         self._pace = _PACE**2  # its variance
         self._with_pace = [0.0 for _ in nodes]  # covariances with it

@@ -53,7 +53,7 @@ def test_plain_passes_take_less_where_no_drafter_has_run_between_them():
     assert (times.plain, times.verify[9]) == pytest.approx((0.7, 2.0))
     for _ in range(100):
         model.observe_target(PassShape(1, 1), 0.7)
-    assert model.drift == pytest.approx(0.0)
+    assert model.errors.drift == pytest.approx(0.0)
     assert model.target.seconds == pytest.approx([1.0, 2.0])
 
 
