@@ -122,7 +122,9 @@ class DraftPlanner:
     def leave_to_device(self, waits: bool) -> None:
         """Rounds are a device's from now on, wherever they can be, and the host waits for each of them, or is late."""
         self._is_late = not waits
-        ask(getattr(self.controller, "leave_to_device", bool))
+        leave = getattr(self.controller, "leave_to_device", None)
+        if leave is not None:
+            ask(leave)
 
     def plan_round(self, sequences: SequenceOf[Sequence]) -> list[int]:
         """How much to draft for each in a round that a device runs by itself: nobody hears what it takes, or looks at a

@@ -75,7 +75,7 @@ class Outcomes:
 
     def _come_back(self, sequence: Sequence) -> None:
         """Who had given up its KV is here again: it is forgotten before anything new is known of it."""
-        if any(gone is sequence for gone, _ in self._gone):
+        if self._gone and any(gone is sequence for gone, _ in self._gone):  # for all that draft, in every step
             self.tell()
 
     def tell(self) -> None:
