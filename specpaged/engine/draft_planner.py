@@ -23,7 +23,7 @@ from specpaged.speculation.stop_rule import StopRule
 
 # Seconds that it takes to look at a proposal's outcome, to plan, and to say whom to look back at; what of the time may
 # go into each; and the steps from one to the next.
-_LOOKING = 8e-5, 0.0026, 2, 12
+_LOOKING = 8e-5, 0.0026, 4, 12
 _PLANNING = 1.6e-4, 0.0024, 1, 48
 _LOOKING_AGAIN = 6e-5, 0.0022, 1, 64
 # Steps at most, that a plan is followed for because to plan takes long; and as many again, if the one before was not.
@@ -282,7 +282,8 @@ class DraftPlanner:
 
     def begin(self) -> None:
         """The target's pass begins, and the step before has ended."""
-        self.clock.begin(self._standing.plan.is_trial, self._standing.age)
+        plan = self._standing.plan
+        self.clock.begin(plan.is_trial, self._standing.age, plan.tries_rows)
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence has ended, or given up its KV: what was planned for it no longer holds."""

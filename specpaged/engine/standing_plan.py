@@ -12,7 +12,10 @@ from specpaged.engine.sequence import Sequence
 from specpaged.speculation.controller import Plan
 from specpaged.speculation.lookup_choice import LookupChoice
 
-_UNSETTLED = 3  # plans that are provisional, where a text has turned
+# Plans that are provisional, where a text has turned; where that is fewer than one of so many, one: what is provisional
+# takes a host longer in every step, and the better drafts of one among many are worth less. Nor is a plan made for who
+# comes, as long as those are as few.
+_UNSETTLED, _OF_FEW = 3, 4
 _OF_MANY = 8  # sequences, one of which is to have turned for a plan to end: one of more is few, or chance
 _MOST_HEIRS = 3  # that follow, one after another, what was planned for another one
 
@@ -51,6 +54,7 @@ class StandingPlan:
     looks_every: float = math.inf  # steps, from one time to the next that it is asked whom to look back at
     looked: int = 0  # its age when that was asked
     num_turned: int = 0  # texts of its sequences, since it was made
+    num_come: int = 0  # sequences that it was not made for, and holds for
     num_unsettled: int = 0  # plans behind it that are to be provisional, as a text has turned
 
     def __post_init__(self) -> None:
@@ -90,7 +94,16 @@ class StandingPlan:
         self.num_turned += 1
         if _OF_MANY * self.num_turned < len(self.sequences):
             return
-        self.good_for, self.num_unsettled = self.age, _UNSETTLED
+        num_unsettled = _UNSETTLED if _OF_FEW * self.num_turned >= len(self.sequences) else 1
+        self.good_for, self.num_unsettled = self.age, max(self.num_unsettled, num_unsettled)
+
+    def _takes_along(self, num_new: int, num_seqs: int) -> bool:
+        """Whether so many more, of so many, may do as the others: nobody has been asked about them."""
+        plan = self.plan
+        if plan.is_trial or plan.is_provisional or plan.lookups or _OF_FEW * (self.num_come + num_new) >= num_seqs:
+            return False
+        self.num_come += num_new
+        return True
 
     def is_left_to(self, sequence: Sequence, arrival: Arrival) -> bool:
         """Whether who has come so, alone, is to follow what it followed who is gone; from now on it is one for it."""
@@ -105,26 +118,34 @@ class StandingPlan:
     def _goes_on_with(self, sequences: SequenceOf[Sequence]) -> bool:
         """Whether it holds for these as well, and is now one for them: who stays keeps the drafts, if any.
 
-        Who comes, while others draft, might as well.
+        Who comes, while others draft, might as well: a few of many do as most of those, until there are more of them.
         """
         plan, drafts = self.plan, self.drafts
         counts = dict(zip(self.sequences, plan.num_draft_tokens, strict=True))
-        num_new = len(sequences) - sum(sequence in counts for sequence in sequences)
-        if 2 * num_new > len(sequences) or (num_new and drafts):
+        new = [sequence for sequence in sequences if sequence not in counts]
+        if 2 * len(new) > len(sequences):
             return False
-        if num_new:
+        if new and drafts and not self._takes_along(len(new), len(sequences)):
+            return False
+        if new:
             self.arrival = None  # it is nobody's alone any more
         if not (drafts or plan.is_trial):  # as mostly where drafting does not pay: a copy of all fields takes longer
             self.sequences, self.plan = list(sequences), Plan([0] * len(sequences), num_steps=plan.num_steps)
             self.again = self.plan
             return True
-        kept = without_rule = [counts.get(sequence, 0) for sequence in sequences]
+        if new:
+            usual = sorted(self.sequences, key=counts.__getitem__)[len(self.sequences) // 2]
+            like = {sequence: usual for sequence in new if sequence.max_draft_tokens >= counts[usual]}
+        else:
+            like = {}
+        kept = without_rule = [counts.get(like.get(sequence, sequence), 0) for sequence in sequences]
         stop_rule = plan.stop_rule
         if stop_rule is not None:
             row_of = {sequence: row for row, sequence in enumerate(filter(counts.get, self.sequences))}
-            stop_rule = stop_rule.of_rows([row_of[sequence] for sequence in sequences if sequence in row_of])
+            rows = [row_of.get(like.get(sequence, sequence)) for sequence in sequences]
+            stop_rule = stop_rule.of_rows([row for row in rows if row is not None])
             counts = dict(zip(self.sequences, plan.without_rule, strict=True))
-            without_rule = [counts.get(sequence, 0) for sequence in sequences]
+            without_rule = [counts.get(like.get(sequence, sequence), 0) for sequence in sequences]
         lookups: SequenceOf[LookupChoice | None] = ()
         if plan.lookups:
             choices = dict(zip(self.sequences, plan.lookups, strict=True))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
@@ -19,10 +21,12 @@ from specpaged.speculation.pass_seconds import PassShape
 
 logger = logging.getLogger("specpaged")
 
-OFTEN = 32  # steps, the first ones
+# The first steps, which are all heard; and of one kind, in batches of an octave and with drafts or without, so many are
+# heard soon one behind the other.
+OFTEN, _SOON = 32, 4
 # Seconds that it takes to listen to a step; what of the time may go into that; and the steps from one to the next.
 _LISTENING = 2.4e-4, 0.0013, 1, 64
-_RECENT = 0.2  # of what steps take on average, the last one
+_RECENT, _STANDS_OUT = 0.2, 2.0  # of what steps take on average, the last one; and how many times that it may count for
 
 
 class StepClock:
@@ -47,6 +51,7 @@ class StepClock:
         self._tells_rest = False  # and of the last one, what it took beside its passes
         self._is_trial = self._finds_caches = False  # as a drafter that goes on no longer has left them
         self._told_next = 0  # the step that will be, at the latest
+        self._num_heard: Counter[tuple[int, bool]] = Counter()  # by the octave of its sequences, and whether it drafts
         self._step_seconds = 0.0  # that the last steps took which were told
         self._began = 0.0  # when the target's pass did
         self._num_seqs, self._num_rounds = 0, 1
@@ -73,7 +78,7 @@ class StepClock:
             if costs is not None:
                 costs.hides_host = False
 
-    def begin(self, is_trial: bool = False, age: int = 0) -> None:
+    def begin(self, is_trial: bool = False, age: int = 0, tries_rows: bool = False) -> None:
         """The target's pass begins, and the step before has ended; so many steps followed the same plan before."""
         if self.is_deaf:
             self.num_steps += 1
@@ -82,7 +87,7 @@ class StepClock:
         if self._tells_rest:
             self._tell_rest()
         self.num_steps += 1
-        self._is_trial, self._finds_caches = is_trial, is_trial and not age
+        self._is_trial, self._finds_caches = is_trial, is_trial and not (age or tries_rows)
         self.tells = self.num_steps < OFTEN or self.num_steps >= self._told_next or is_trial
         self._tells_rest = False
         if self.tells:
@@ -92,13 +97,13 @@ class StepClock:
         """It has ended, over these entries. To be called if the step `tells`, as all that follows."""
         seconds = time.perf_counter() - self._began
         self.tells = self._tells_rest = not self._finds_caches and all(entry.num_new_tokens == 1 for entry in entries)
-        self._hears_next(seconds)
-        if self.tells:
+        if self.tells:  # else the next step is to
+            num_rows = len(entries) + sum(len(entry.draft) for entry in entries)
+            self._hears_next(seconds, len(entries), num_rows > len(entries))
             self._num_seqs, self._num_rounds = len(entries), 1
             self._passes, self._drafts, self._proposal_seconds = [], False, 0.0
             self._pass_seconds = seconds
             self._mean_context = sum(entry.context_len for entry in entries) / len(entries)
-            num_rows = len(entries) + sum(len(entry.draft) for entry in entries)
             ask(self.controller.observe_target, self._shape(num_rows), seconds)
             self._go_on_from(seconds)
 
@@ -106,7 +111,7 @@ class StepClock:
         """Several rounds have ended, in place of `scored`. The last one is heard, and of a trial all but the first."""
         seconds = time.perf_counter() - self._began
         self._tells_rest = True
-        self._hears_next(seconds)
+        self._hears_next(seconds, len(entries), found.drafts)
         self._num_seqs, self._num_rounds = len(entries), found.num_rounds
         self._passes, self._drafts, self._proposal_seconds = [], found.drafts, 0.0
         self._pass_seconds = sum(found.verify_seconds) + found.draft_seconds
@@ -177,15 +182,18 @@ class StepClock:
         widths = [sum(count > depth for count in num_drafted) for depth in depths]
         return [PassShape(width, width, self._mean_context) for width in widths]
 
-    def _hears_next(self, seconds: float) -> None:
+    def _hears_next(self, seconds: float, num_seqs: int, drafts: bool) -> None:
         self._step_seconds = self._step_seconds or seconds
-        self._told_next = self.num_steps + self.every(self._listening)
+        kind = num_seqs.bit_length(), drafts
+        self._num_heard[kind] += 1
+        most = _SOON if self._num_heard[kind] < OFTEN else math.inf
+        self._told_next = self.num_steps + min(most, self.every(self._listening))
 
     def _tell_rest(self) -> None:
         """What the step took beside its passes, however many rounds it had."""
         now = time.perf_counter()
         seconds = now - self._began
-        self._step_seconds += _RECENT * (seconds - self._step_seconds)
+        self._step_seconds += _RECENT * (min(seconds, _STANDS_OUT * self._step_seconds) - self._step_seconds)
         rest_seconds = seconds - self._pass_seconds
         if self._passes or self._drafts:
             rest_seconds -= self._proposal_seconds if self._passes else 0.0

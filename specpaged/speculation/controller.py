@@ -44,7 +44,7 @@ class Plan:
     stop_rule: StopRule | None = None
     without_rule: Sequence[int] = ()  # the drafts of each candidate where nobody asks the rule
     num_steps: int = 1  # that it is good for, as long as the candidates are the same; but for its looks
-    is_trial: bool = False  # what its steps take is to be told, but for the first one's
+    is_trial: bool = False  # what its steps take is to be told, but for the first one's that finds other caches
     is_provisional: bool = False  # what its first steps show is worth a plan of its own, whatever that takes
     tries_rows: bool = False  # it is a trial of the target's passes alone: any tokens will do as drafts
     # Of each candidate, when it takes what a lookup beside the model finds, in place of those drafts; none: never.

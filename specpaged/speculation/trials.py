@@ -20,7 +20,9 @@ _TOLD_APART = 1.15  # times as many rows: fewer would not be told apart
 # In doubt of the rest, of a step: less of it makes no difference; and trials at most, in batches of an octave.
 _REST_DOUBT, _MOST_IN_DOUBT = 0.01, 6
 _LEAST = 0.05  # of a plain step, what one of a trial of rows costs: were they free, nobody would look any more
-_TRYING_ROWS = 0.001  # of the time, where nothing is drafted, beside what is in advance
+# Of the time, where nothing is drafted, beside what is in advance; and as long as there were but a few in batches of an
+# octave: one alone may have come with a neighbour.
+_TRYING_ROWS, _AT_FIRST, _FEW_TRIED = 0.001, 0.003, 3
 
 
 class _Turns:
@@ -74,7 +76,8 @@ class Trials:
         self._halves = False  # whether the last one of fewer was not of none
         self._credit = self._price = 0.0  # seconds for trials of rows, and what the next one takes
         self._seen: set[int] = set()  # octaves of batch sizes that there were
-        self._tries_first = True  # what has never been tried is in advance
+        self._num_tried: Counter[int] = Counter()  # of rows, by the octave: the first one is in advance
+        self._octave = 0  # of the last one
 
     def next(
         self,
@@ -122,6 +125,7 @@ class Trials:
         """Of the last one nothing was heard: the sequences have changed behind so many steps."""
         if self._last is None:  # it was one of rows, and has taken as much of its price
             self._credit = max(self._credit, self._price * (1.0 - num_steps / TRIAL_STEPS))
+            self._num_tried[self._octave] -= 1
         else:
             self._last.repeat()
 
@@ -167,12 +171,13 @@ class Trials:
         as less could not be told from none. `price` is what so many more rows take in a trial.
         """
         self._last = None
-        self._credit += _TRYING_ROWS * seconds
         octave = num_seqs.bit_length()
+        num_tried = self._num_tried[octave]
+        self._credit += (_TRYING_ROWS if num_tried >= _FEW_TRIED else _AT_FIRST) * seconds
         if octave not in self._seen:  # there is nothing yet that could be compared
             self._seen.add(octave)
             return None
-        if not self._tries_first and self._credit < self._price:
+        if num_tried and self._credit < self._price:
             return None
         doubt = self.errors.doubt(num_seqs, 3 * num_seqs)
         counts = hopeful(_DOUBTS * doubt) if doubt > _DOUBT else []
@@ -181,10 +186,10 @@ class Trials:
             return None
         counts = [max(1, (count + 1) // 2) for count in counts]
         self._price = price(sum(counts))
-        if not self._tries_first and self._credit < self._price:
+        if num_tried and self._credit < self._price:
             return None
-        self._tries_first = False
-        self._credit = 0.0
+        self._num_tried[octave] += 1
+        self._credit, self._octave = 0.0, octave
         return counts
 
 

@@ -195,7 +195,7 @@ def test_heads_follow_the_target_while_lookups_draft(target, tmp_path, method, n
     llm = LLM(target[0], speculative_config=speculative, **limits)
     step, proposals, numbers, in_rounds = llm.engine.speculative_step, [], set(), set()
     if num_speculative_tokens == "auto":
-        with_chooser(llm, 3, looks_back=False)
+        with_chooser(llm, 4, looks_back=False)
     propose, commit = step.drafter.propose, step.commit
 
     def record(known, drafter, token_ids, logprobs):

@@ -57,8 +57,59 @@ def test_of_long_steps_more_are_heard_as_long_as_it_takes_little_of_the_time(mon
     assert run(2080) == pytest.approx(2080 * share, rel=0.03)
 
 
+def test_of_each_kind_of_steps_the_first_ones_are_heard_soon_and_a_prefill_puts_nothing_off(monkeypatch):
+    now, seconds = 0.0, 4.7e-3  # one in 40, of a kind that is known
+    monkeypatch.setattr(step_clock, "time", SimpleNamespace(perf_counter=lambda: now))
+    listener = Listener()
+    planner = DraftPlanner(listener)
+
+    def run(num_steps, num_seqs, draft=NO_DRAFT, prefills=lambda step: False):
+        nonlocal now
+        before = listener.num_heard
+        for step in range(num_steps):
+            planner.begin()
+            now += seconds
+            if planner.clock.tells:
+                num_tokens = 100 if prefills(step) else 1
+                entries = [SimpleNamespace(num_new_tokens=1, draft=draft, context_len=10) for _ in range(num_seqs - 1)]
+                entries.append(SimpleNamespace(num_new_tokens=num_tokens, draft=draft, context_len=10))
+                planner.clock.scored(entries)
+        return listener.num_heard - before
+
+    run(200, 8)
+    assert run(400, 8) == 10
+    assert run(4 * OFTEN + 40, 32) == OFTEN, "batches of another octave"
+    assert run(4 * OFTEN + 40, 8, Draft([5])) == OFTEN, "steps that draft"
+    assert run(400, 9) == 10
+    assert run(400, 9, prefills=lambda step: step % 2) == 10
+
+
+def test_a_step_in_which_nobody_was_running_makes_nothing_more_frequent(monkeypatch):
+    now, seconds = 0.0, 4.7e-3
+    monkeypatch.setattr(step_clock, "time", SimpleNamespace(perf_counter=lambda: now))
+    listener = Listener()
+    clock = DraftPlanner(listener).clock
+    entries = [SimpleNamespace(num_new_tokens=1, draft=NO_DRAFT, context_len=10)]
+
+    def run(num_heard):
+        nonlocal now
+        before, first = listener.num_heard, clock.num_steps
+        while listener.num_heard < before + num_heard:
+            clock.begin()
+            now += seconds
+            if clock.tells:
+                clock.scored(entries)
+        return clock.num_steps - first
+
+    run(60)
+    usual = run(4)
+    for _ in range(5):
+        now += 0.5  # behind the pass of a step that is heard
+        assert run(4) > 0.5 * usual
+
+
 @pytest.mark.parametrize(
-    ("seconds", "planned", "looked"), [(1e-5, 1 / 48, 1 / 12), (1.7e-3, 1 / 40, 1 / 12), (1.15e-2, 1 / 6, 1 / 3)]
+    ("seconds", "planned", "looked"), [(1e-5, 1 / 48, 1 / 12), (1.7e-3, 1 / 40, 1 / 12), (1.15e-2, 1 / 6, 1 / 4)]
 )
 def test_in_short_steps_plans_and_outcomes_are_asked_for_seldom(monkeypatch, seconds, planned, looked):
     now, num_plans, num_looks = 0.0, 0, 0
@@ -125,8 +176,9 @@ def test_a_plan_that_was_cut_short_by_who_comes_makes_the_next_one_last_longer(m
     assert run(members[0], 1) == 1
 
 
-def test_of_a_trial_all_steps_are_heard_but_the_first_and_none_for_it_behind_it():
-    planner, listener = trials()
+@pytest.mark.parametrize("tries_rows", [False, True])
+def test_of_a_trial_all_steps_are_heard_but_the_first_that_finds_a_drafters_caches_and_none_behind_it(tries_rows):
+    planner, listener = trials(tries_rows=tries_rows)
     entries = [SimpleNamespace(num_new_tokens=1, draft=NO_DRAFT, context_len=10)]
     told = []
     for step in range(8):
@@ -138,7 +190,7 @@ def test_of_a_trial_all_steps_are_heard_but_the_first_and_none_for_it_behind_it(
         if planner.clock.tells:
             planner.clock.scored(entries)
         told.append(listener.num_heard - before)
-    assert told == [0, 1, 1, 1, 0, 0, 0, 0]
+    assert told == [tries_rows, 1, 1, 1, 0, 0, 0, 0]
 
 
 class Member:
@@ -293,15 +345,16 @@ def test_a_proposal_of_heads_is_told_as_one_pass_more():
     assert heard == [[(4, 2, 0.0), (1, 1, 0.0)], [(4, 2, 0.0), (2, 2, 0.0), (1, 1, 0.0)]]
 
 
-def trials():
+def trials(**of_plan):
     """A planner that follows trials of four steps, and whom it tells; nothing else is due."""
     listener = Listener()
     planner = DraftPlanner(listener)
-    listener.plan = lambda candidates, num_steps: Plan([], num_steps=4, is_trial=True)
+    listener.plan = lambda candidates, num_steps: Plan([], num_steps=4, is_trial=True, **of_plan)
     listener.selects = lambda: False
     planner._selects = False
     planner.clock.num_steps = planner._looked_next = 1 << 20
     planner.clock._told_next = planner.clock.num_steps + 1000
+    planner.clock._num_heard[1, False] = OFTEN
     return planner, listener
 
 

@@ -4,6 +4,8 @@ import pytest
 
 from specpaged.engine.standing_plan import Arrival, StandingPlan
 from specpaged.speculation.controller import Plan
+from specpaged.speculation.lookup_choice import LookupChoice
+from specpaged.speculation.stop_rule import StopRule
 
 
 def test_a_plan_looks_back_once_and_stands_until_it_is_old():
@@ -42,7 +44,45 @@ def test_a_plan_ends_when_a_part_of_its_texts_has_turned(num_seqs, fewest):
         assert standing.holds_for(list(range(num_seqs)))
         standing.ends_with_turn()
     assert not standing.holds_for(list(range(num_seqs)))
-    assert standing.num_unsettled > 0
+    assert standing.num_unsettled == (3 if 4 * fewest >= num_seqs else 1)
+
+
+class Newcomer:
+    """As much of a sequence as is asked of who has not been planned for."""
+
+    def __init__(self, max_draft_tokens: int = 8):
+        self.max_draft_tokens = max_draft_tokens
+
+
+def test_a_few_that_come_to_many_who_draft_do_as_most_of_those_until_they_are_a_part_of_them():
+    counts = [0, 5, 2, 0, 2, 2, 1, 4]
+    rule = StopRule(1.0, [0.0], [float(i) for i in range(6)], [0.5] * 6, row_tokens=0.1, pass_tokens=0.2)
+    standing = StandingPlan(list("abcdefgh"), Plan(counts, [1], rule, [c // 2 for c in counts], glances=[1]), 0, 99)
+    new, modest, third = Newcomer(), Newcomer(1), Newcomer()
+    assert standing.holds_for(["a", new, *"cdefgh"])  # in the place of "b"
+    assert standing.plan.num_draft_tokens == [0, 2, 2, 0, 2, 2, 1, 4]
+    assert standing.plan.without_rule == [0, 1, 1, 0, 1, 1, 0, 2]
+    assert standing.plan.stop_rule.leads == [2.0, 1.0, 2.0, 3.0, 4.0, 5.0], "it follows 'e', and 'b' is gone"
+    assert standing.plan.looks_back == standing.plan.glances == ()
+    assert not standing.holds_for(["a", new, *"cdefg", Newcomer()]), "two of eight"
+    many = StandingPlan(list("abcdefgh"), Plan(counts), 0, 99)
+    assert many.holds_for([*"abcdefgh", modest])
+    assert many.plan.num_draft_tokens == [*counts, 0], "a request's own maximum"
+    assert many.holds_for([*"abcdefgh", modest, new])
+    assert many.plan.num_draft_tokens == [*counts, 0, 2]
+    assert not many.holds_for([*"abcdefgh", modest, new, third])
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [Plan([2] * 8, is_trial=True), Plan([2] * 8, is_provisional=True), Plan([2] * 8, lookups=[LookupChoice(3)] * 8)],
+)
+def test_nobody_comes_to_a_plan_that_is_to_find_something_out_or_knows_texts(plan):
+    assert not StandingPlan(list("abcdefgh"), plan, 0, 99).holds_for([*"abcdefgh", Newcomer()])
+
+
+def test_who_comes_to_a_few_that_draft_is_planned_for():
+    assert not StandingPlan(list("abc"), Plan([2, 2, 2]), 0, 99).holds_for([*"abc", Newcomer()])
 
 
 def stands_for_one_alone(arrival: Arrival, plan: Plan) -> StandingPlan:

@@ -201,6 +201,23 @@ def test_what_a_host_takes_for_some_says_nothing_of_others_that_are_known():
     assert model.drafting_rest(8) == pytest.approx(1.25, rel=0.05)
 
 
+def test_what_it_takes_a_host_more_to_draft_is_taken_for_the_same_where_it_is_not_known():
+    """Of one sequence a step that drafts takes 0.1 s more; of 8 nothing is known, and of 32 it takes 0.2 s more."""
+    model = CostModel(PassSeconds(NODES, known()), seconds_per_step=0.1, seconds_per_sequence=0.02)
+    assert model.drafting_rest(8) == 1.0
+    for _ in range(40):
+        model.observe_target(PassShape(16, 1), model.target.of_rows(16))
+        model.observe_rest(0.12, 1)
+        model.observe_proposal([], 1e-4, 1, 0.22)
+    assert model.rest(8) * (model.drafting_rest(8) - 1.0) == pytest.approx(0.1, rel=0.1)
+    for _ in range(40):
+        model.observe_target(PassShape(16, 32), model.target.of_rows(16))
+        model.observe_rest(0.74, 32)
+        model.observe_proposal([], 1e-4, 32, 0.94)
+    more = {n: model.rest(n) * (model.drafting_rest(n) - 1.0) for n in (1, 2, 16, 32)}
+    assert more == pytest.approx({1: 0.1, 2: 0.1, 16: 0.2, 32: 0.2}, rel=0.1), "as it is nearby"
+
+
 def test_steps_of_a_batch_are_priced_by_its_own_octave():
     """Of one sequence a step that drafts takes twice the rest; of 32 it takes no more than others."""
     model = CostModel(

@@ -149,9 +149,13 @@ def test_a_trial_of_rows_of_which_nothing_was_heard_comes_again_and_is_nobody_el
     assert next_rows(0.0) is None
     assert next_rows(0.0) is not None
     trials.was_cut_short(1)
-    assert next_rows(100.0) is None
-    assert next_rows(200.0) is not None, "a quarter of its price was lost, and of a thousandth of the time is saved"
-    assert next_rows(900.0) is None
+    assert next_rows(0.0) is not None, "the first one is in advance"
+    assert next_rows(300.0) is None
+    assert next_rows(50.0) is not None
+    trials.was_cut_short(1)
+    assert next_rows(50.0) is None
+    assert next_rows(50.0) is not None, "a quarter of its price was lost, and 0.3 % of the time are saved"
+    assert next_rows(300.0) is None
     found = [step for step in range(100) if trials.next([4, 1, 0], 1.02, 1, lambda: expected(9.0, 6)) is not None]
     assert found == [31, 95], "who tries fewer was not cut short"
 
@@ -191,7 +195,7 @@ def test_a_gain_that_is_in_doubt_is_not_taken():
         assert (any(plan.num_draft_tokens) and not plan.is_trial) != in_doubt
 
 
-def test_rows_are_tried_once_and_then_when_there_is_time_as_long_as_they_might_pay():
+def test_rows_are_tried_once_in_each_octave_and_then_when_there_is_time_as_long_as_they_might_pay():
     errors = costs(0.15).errors
     trials = Trials(errors)
     asked = []
@@ -204,10 +208,13 @@ def test_rows_are_tried_once_and_then_when_there_is_time_as_long_as_they_might_p
     assert next_rows(4, 0.0) is None
     assert next_rows(4, 0.0) == [2, 1, 2, 1]
     assert asked == [2 * errors.doubt(4, 12)]
-    assert not any(next_rows(n, 0.6) for n in (4, 5, 7, 16, 17, 4, 5, 7, 17))  # 6 ms are saved, of 0.1 % of the time
-    assert next_rows(4, 0.8) == [2, 1, 2, 1]
-    assert not any(next_rows(16, 2.0) for _ in range(11))  # 24 ms
-    assert next_rows(16, 2.0) == [2, 1] * 8
+    for seconds in (0.2, 0.2, 0.6):  # 6 ms are saved, of 0.3 % of the time until the third one, and then of 0.1 %
+        assert not any(next_rows(n, seconds) for n in (4, 5, 7, 4, 5, 7, 4, 5, 7))
+        assert next_rows(4, 1.5 * seconds) == [2, 1, 2, 1]
+    assert next_rows(16, 0.0) is None
+    assert next_rows(16, 0.0) == [2, 1] * 8, "of these nothing is known"
+    assert not any(next_rows(16, 2.0) for _ in range(3))  # 24 ms
+    assert next_rows(16, 2.5) == [2, 1] * 8
     assert sum(next_rows(4, 2.0) is not None for _ in range(100)) in (29, 30, 31)  # 6 ms each, behind the first one
     num_asked = len(asked)
     trials = Trials(errors)
