@@ -4,6 +4,7 @@
 # make bench-adaptive  decisions of every step beside every fixed K, on pairs of every kind, with 1 and 2 threads
 # make bench-overlap  drafts for half a batch while the target verifies the other half, beside drafts behind it
 # make bench-peers  OpenVINO GenAI and llama.cpp, built here into .venv-peers, beside ours on this CPU
+# make test-long  tests that take minutes: two engines behind one front end of vLLM
 # make sanitize the C++ kernels' tests under the address and undefined-behaviour sanitizers
 # make install-vllm  vLLM for CPUs beside it (make test does so)
 # make test-oldest                  the tests on the oldest supported versions, without vLLM
@@ -18,7 +19,7 @@ VLLM ?= $(if $(filter Linux-x86_64,$(shell uname -sm | tr ' ' -)),install-vllm)
 TORCH_INDEX_URL ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org/whl/cpu)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: install install-vllm demo test variants lint format bench bench-rollback bench-adaptive bench-overlap bench-peers sanitize test-oldest clean
+.PHONY: install install-vllm demo test test-long variants lint format bench bench-rollback bench-adaptive bench-overlap bench-peers sanitize test-oldest clean
 
 install: $(VENV)/.installed
 
@@ -40,6 +41,9 @@ demo: install
 
 test: install $(VLLM)
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+
+test-long: install $(VLLM)
+	$(BIN)/python -m pytest -m long
 
 variants: install
 	SPECPAGED_ALL_VARIANTS=1 $(BIN)/python -m pytest tests/kernels/test_variants.py

@@ -253,6 +253,7 @@ def test_a_worker_that_is_killed_ends_in_vllms_own_error_and_no_hang(server):
     assert "EngineDeadError" in server.log_path.read_text()
 
 
+@pytest.mark.long
 def test_two_engines_behind_one_front_end_put_out_the_same_and_end_cleanly(make_vllm, tmp_path):
     arguments = ("--data-parallel-size", "2", "--speculative-config", json.dumps(SPECULATIVE))
     server = Server(tmp_path, *arguments, run=RUN_ONCE)
