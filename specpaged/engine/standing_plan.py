@@ -97,14 +97,6 @@ class StandingPlan:
         num_unsettled = _UNSETTLED if _OF_FEW * self.num_turned >= len(self.sequences) else 1
         self.good_for, self.num_unsettled = self.age, max(self.num_unsettled, num_unsettled)
 
-    def _takes_along(self, num_new: int, num_seqs: int) -> bool:
-        """Whether so many more, of so many, may do as the others: nobody has been asked about them."""
-        plan = self.plan
-        if plan.is_trial or plan.is_provisional or plan.lookups or _OF_FEW * (self.num_come + num_new) >= num_seqs:
-            return False
-        self.num_come += num_new
-        return True
-
     def is_left_to(self, sequence: Sequence, arrival: Arrival) -> bool:
         """Whether who has come so, alone, is to follow what it followed who is gone; from now on it is one for it."""
         if self.left is None or not arrival.would_draft_like(self.arrival, any(self.left.num_draft_tokens)):
@@ -113,6 +105,14 @@ class StandingPlan:
         self.sequences, self.left, self.since = [sequence], None, self.age
         self.num_heirs += 1
         self.good_for = self.age + self.lasts
+        return True
+
+    def _takes_along(self, num_new: int, num_seqs: int) -> bool:
+        """Whether so many more, of so many, may do as the others: nobody has been asked about them."""
+        plan = self.plan
+        if plan.is_trial or plan.is_provisional or plan.lookups or _OF_FEW * (self.num_come + num_new) >= num_seqs:
+            return False
+        self.num_come += num_new
         return True
 
     def _goes_on_with(self, sequences: SequenceOf[Sequence]) -> bool:
@@ -133,19 +133,20 @@ class StandingPlan:
             self.sequences, self.plan = list(sequences), Plan([0] * len(sequences), num_steps=plan.num_steps)
             self.again = self.plan
             return True
+        models = list(sequences)  # of each, whose drafts it has: its own, or of who comes the middle one's
         if new:
             usual = sorted(self.sequences, key=counts.__getitem__)[len(self.sequences) // 2]
-            like = {sequence: usual for sequence in new if sequence.max_draft_tokens >= counts[usual]}
-        else:
-            like = {}
-        kept = without_rule = [counts.get(like.get(sequence, sequence), 0) for sequence in sequences]
+            may_do_so = [
+                sequence not in counts and sequence.max_draft_tokens >= counts[usual] for sequence in sequences
+            ]
+            models = [usual if may else sequence for may, sequence in zip(may_do_so, sequences, strict=True)]
+        kept = without_rule = [counts.get(model, 0) for model in models]
         stop_rule = plan.stop_rule
         if stop_rule is not None:
             row_of = {sequence: row for row, sequence in enumerate(filter(counts.get, self.sequences))}
-            rows = [row_of.get(like.get(sequence, sequence)) for sequence in sequences]
-            stop_rule = stop_rule.of_rows([row for row in rows if row is not None])
+            stop_rule = stop_rule.of_rows([row_of[model] for model in models if model in row_of])
             counts = dict(zip(self.sequences, plan.without_rule, strict=True))
-            without_rule = [counts.get(like.get(sequence, sequence), 0) for sequence in sequences]
+            without_rule = [counts.get(model, 0) for model in models]
         lookups: SequenceOf[LookupChoice | None] = ()
         if plan.lookups:
             choices = dict(zip(self.sequences, plan.lookups, strict=True))

@@ -77,7 +77,6 @@ class Trials:
         self._credit = self._price = 0.0  # seconds for trials of rows, and what the next one takes
         self._seen: set[int] = set()  # octaves of batch sizes that there were
         self._num_tried: Counter[int] = Counter()  # of rows, by the octave: the first one is in advance
-        self._octave = 0  # of the last one
 
     def next(
         self,
@@ -125,7 +124,6 @@ class Trials:
         """Of the last one nothing was heard: the sequences have changed behind so many steps."""
         if self._last is None:  # it was one of rows, and has taken as much of its price
             self._credit = max(self._credit, self._price * (1.0 - num_steps / TRIAL_STEPS))
-            self._num_tried[self._octave] -= 1
         else:
             self._last.repeat()
 
@@ -189,7 +187,7 @@ class Trials:
         if num_tried and self._credit < self._price:
             return None
         self._num_tried[octave] += 1
-        self._credit, self._octave = 0.0, octave
+        self._credit = 0.0
         return counts
 
 
