@@ -160,7 +160,8 @@ class CostModel:
             expected = self.target_seconds(shape, is_alone)
             surprise = math.log(seconds / expected)
             self._of_target.add(surprise)
-            self.errors.observe(shape.num_rows, surprise, min(1.0, self.target.of_rows(shape.num_rows) / expected))
+            of_rows, of_sequences = self.target.of_rows(shape.num_rows), self.target.of_sequences(*shape[1:])
+            self.errors.observe(shape.num_rows, surprise, min(1.0, of_rows / expected), of_sequences / expected)
 
     def observe_proposal(
         self,
@@ -177,13 +178,12 @@ class CostModel:
         self._observe_drafting_rest(rest_seconds, num_seqs, num_rounds)
         if not passes:
             return
-        busy = self._of_target.newest
         of_passes = self.drafting.of(passes)
         besides = self._own_proposal(passes[0].num_seqs)
         expected = besides + sum(of_passes)
         if not (seconds > 0 and expected > 0):
             return
-        surprise = math.log(seconds / expected) - busy
+        surprise = math.log(seconds / expected) - self._of_target.newest
         self._num_unheard += 1
         hears_drafting = self._num_unheard < NUM_RECENT
         self._of_proposals.add(surprise)

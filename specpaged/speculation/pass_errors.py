@@ -7,6 +7,7 @@ import math
 from specpaged.speculation.pass_seconds import PassSeconds
 
 _PACE, _ERROR = 0.5, 0.15  # what is uncertain at first of the machine's pace, and of each error, in logarithms
+_KV_ERROR, _KV_FADES = 0.5, 0.01  # as of errors, of what reading KV takes: it depends on what else is in the caches
 _PER_OCTAVE = 2  # errors: passes of half as many rows more may be on another stair
 _ALIKE = 0.5  # correlation of two errors that are an octave apart
 _WANDERS, _FADES = 0.05, 1e-3  # of the pace, and of each error, from one pass that is seen to the next
@@ -23,8 +24,9 @@ class PassErrors:
     A pass of n rows takes exp(drift + error(n)) times as long as thought. `drift` is the machine's pace, which wanders
     from pass to pass and is common to all. Errors stay: one for each half octave of rows, linear between them, the
     more alike the nearer they are. From passes of one kind the two cannot be told apart, nor need they; passes of two
-    kinds, one soon after the other, say what one takes beside the other, however slow the machine is. What is found is
-    put into the table, so that the errors that are left are 0 in the mean.
+    kinds, one soon after the other, say what one takes beside the other, however slow the machine is. What sequences
+    and their KV take has an error of its own: rows of many sequences read more of it than as many rows of a few. What
+    is found is put into the table, so that the errors that are left are 0 in the mean.
 
     A pass that stands out says nothing until the next one stands out like it. If they do so by far, the pace has
     jumped; but where it seems to jump with every pass of one kind, its error becomes uncertain, and is learned: soon,
@@ -36,8 +38,10 @@ class PassErrors:
         self.drift = 0.0  # the logarithm of how much slower everything is than when it was probed
         nodes = range(2 + int(_PER_OCTAVE * math.log2(passes.num_rows[-1])))
         self._pace = _PACE**2  # its variance
-        self._with_pace = [0.0 for _ in nodes]  # covariances with it
-        self._covariance = [[_ERROR**2 * _ALIKE ** (abs(a - b) / _PER_OCTAVE) for b in nodes] for a in nodes]
+        # Covariances with it, and of the errors: those by rows, and last the one of KV.
+        self._with_pace = [0.0 for _ in (*nodes, "KV")]
+        self._covariance = [[_ERROR**2 * _ALIKE ** (abs(a - b) / _PER_OCTAVE) for b in nodes] + [0.0] for a in nodes]
+        self._covariance.append([0.0 for _ in nodes] + [_KV_ERROR**2])
         self._suspect = math.nan  # by how much the last pass stood out
         self._ordinary = 0  # rows of the last pass that did not stand out
         # The last one, if it came with passes of another kind, and their rows; and the one that undid such a jump, as
@@ -46,17 +50,19 @@ class PassErrors:
         self._undoing, self._suspected = math.nan, 0
         self._places = [self._place(num_rows) for num_rows in passes.num_rows]
 
-    def observe(self, num_rows: int, surprise: float, share: float = 1.0) -> None:
-        """A pass of so many rows has taken exp(surprise) times as long as thought; rows are a `share` of that."""
+    def observe(self, num_rows: int, surprise: float, share: float = 1.0, kv_share: float = 0.0) -> None:
+        """A pass of so many rows has taken exp(surprise) times as long as thought; rows are a `share` of that, and
+        sequences and their KV another one.
+        """
         i, weight = self._place(num_rows)
-        low, high = share * (1.0 - weight), share * weight
+        parts = (i, share * (1.0 - weight)), (i + 1, share * weight), (-1, kv_share)
         self._pace += _WANDERS**2
-        with_pace = self._pace + low * self._with_pace[i] + high * self._with_pace[i + 1]
+        with_pace = self._pace + sum(part * self._with_pace[node] for node, part in parts)
         with_errors = [
-            of_pace + low * row[i] + high * row[i + 1]
+            of_pace + sum(part * row[node] for node, part in parts)
             for of_pace, row in zip(self._with_pace, self._covariance, strict=True)
         ]
-        variance = with_pace + low * with_errors[i] + high * with_errors[i + 1] + _NOISE**2
+        variance = with_pace + sum(part * with_errors[node] for node, part in parts) + _NOISE**2
         innovation = surprise - self.drift
         suspect, self._suspect = self._suspect, math.nan
         if innovation**2 > _SUSPICIOUS**2 * variance:
@@ -67,7 +73,7 @@ class PassErrors:
                 self._pace += innovation**2
                 self._doubt_error(i + weight, self._blamed(num_rows, innovation) * innovation)
                 self._ordinary = num_rows
-                self.observe(num_rows, surprise, share)  # no longer does it stand out
+                self.observe(num_rows, surprise, share, kv_share)  # no longer does it stand out
                 return
         if not _are_alike(num_rows, self._ordinary):
             self._jump = math.nan
@@ -82,8 +88,9 @@ class PassErrors:
             gain = of_error / variance
             row[:] = [c - gain * other for c, other in zip(row, with_errors, strict=True)]
             row[node] += _FADES**2
+        self._covariance[-1][-1] += _KV_FADES**2 - _FADES**2
         found = [of_error / variance * innovation for of_error in with_errors]
-        self.passes.move([found[i] + weight * (found[i + 1] - found[i]) for i, weight in self._places])
+        self.passes.move([found[i] + weight * (found[i + 1] - found[i]) for i, weight in self._places], found[-1])
 
     def doubt(self, num_rows: int, others: int) -> float:
         """The standard deviation of what passes of so many rows take beside passes of so many others."""
@@ -113,7 +120,8 @@ class PassErrors:
 
     def _doubt_error(self, node: float, deviation: float) -> None:
         """More is uncertain of the error there, and, as they are alike, of those around it."""
-        deviations = [deviation * _ALIKE ** (abs(other - node) / _PER_OCTAVE) for other in range(len(self._covariance))]
+        nodes = range(len(self._covariance) - 1)
+        deviations = [deviation * _ALIKE ** (abs(other - node) / _PER_OCTAVE) for other in nodes] + [0.0]
         for row, of_row in zip(self._covariance, deviations, strict=True):
             row[:] = [c + of_row * other for c, other in zip(row, deviations, strict=True)]
 

@@ -93,10 +93,14 @@ class PassSeconds:
         """The next `table` is to be one of what is known by then."""
         self._num_learned = _STALE
 
-    def move(self, logarithms: Sequence[float]) -> None:
-        """Each node by one of them."""
+    def move(self, logarithms: Sequence[float], of_kv: float = 0.0) -> None:
+        """Each node by one of them, and by `of_kv` what sequences and their KV take."""
         self._num_learned += 1
         self.seconds = [s * math.exp(move) for s, move in zip(self.seconds, logarithms, strict=True)]
+        factor = math.exp(of_kv)
+        self.per_sequence *= factor
+        self.per_kv_token *= factor
+        self.per_further_kv_token *= factor
 
     def learn(self, num_rows: int, surprise: float, share: float = 1.0) -> None:
         """Move the nodes beside num_rows by a share of `surprise`, the logarithm of seen / expected."""

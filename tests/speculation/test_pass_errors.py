@@ -8,7 +8,7 @@ import random
 import pytest
 
 from specpaged.speculation.pass_errors import PassErrors
-from specpaged.speculation.pass_seconds import PassSeconds
+from specpaged.speculation.pass_seconds import PassSeconds, PassShape
 
 NODES = [1, 2, 3, 4, 6, 8, 12, 16, 32, 64]
 
@@ -161,6 +161,30 @@ def test_of_a_pass_that_is_mostly_something_else_its_rows_are_to_blame_for_more(
             expected = f(num_rows) + 2.0
             errors.observe(num_rows, math.log(seconds / expected), f(num_rows) / expected)
     assert f(8) / f(1) == pytest.approx(1.3, abs=0.05)
+
+
+@pytest.mark.parametrize("log_slower", [-0.5, 0.9])
+def test_what_kv_takes_is_told_from_what_rows_take(log_slower):
+    """32 rows are those of 32 sequences or of 8 that draft: they say which of both was wrong, the machine's pace aside,
+    and what passes take that have not been seen.
+    """
+    true = PassSeconds(NODES, [1 + 0.05 * n for n in NODES], per_sequence=0.03 * math.exp(log_slower))
+    wrong = []
+    for seed in range(20):
+        rng = random.Random(seed)
+        passes = PassSeconds(NODES, true.seconds, per_sequence=0.03)
+        errors = PassErrors(passes)
+        for _ in range(20):
+            for num_rows, num_seqs in ((32, 32), (32, 8), (8, 8)):
+                for _ in range(5):
+                    expected = passes.of(PassShape(num_rows, num_seqs))
+                    seconds = 1.5 * true.of(PassShape(num_rows, num_seqs)) * math.exp(rng.gauss(0, 0.05))
+                    shares = passes.of_rows(num_rows) / expected, passes.of_sequences(num_seqs, 0) / expected
+                    errors.observe(num_rows, math.log(seconds / expected), *shares)
+        many, few = PassShape(24, 24), PassShape(24, 3)
+        wrong.append(abs(math.log(passes.of(many) / passes.of(few) * true.of(few) / true.of(many))))
+    assert sorted(wrong)[10] < 0.05
+    assert max(wrong) < 0.12
 
 
 def test_more_rows_than_the_table_has_are_as_its_last_ones():
