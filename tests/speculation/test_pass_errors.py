@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from specpaged.speculation.cost_model import CostModel
 from specpaged.speculation.pass_errors import PassErrors
 from specpaged.speculation.pass_seconds import PassSeconds, PassShape
 
@@ -173,14 +174,11 @@ def test_what_kv_takes_is_told_from_what_rows_take(log_slower):
     for seed in range(20):
         rng = random.Random(seed)
         passes = PassSeconds(NODES, true.seconds, per_sequence=0.03)
-        errors = PassErrors(passes)
+        costs = CostModel(passes)
         for _ in range(20):
-            for num_rows, num_seqs in ((32, 32), (32, 8), (8, 8)):
+            for shape in (PassShape(32, 32), PassShape(32, 8), PassShape(8, 8)):
                 for _ in range(5):
-                    expected = passes.of(PassShape(num_rows, num_seqs))
-                    seconds = 1.5 * true.of(PassShape(num_rows, num_seqs)) * math.exp(rng.gauss(0, 0.05))
-                    shares = passes.of_rows(num_rows) / expected, passes.of_sequences(num_seqs, 0) / expected
-                    errors.observe(num_rows, math.log(seconds / expected), *shares)
+                    costs.observe_target(shape, 1.5 * true.of(shape) * math.exp(rng.gauss(0, 0.05)))
         many, few = PassShape(24, 24), PassShape(24, 3)
         wrong.append(abs(math.log(passes.of(many) / passes.of(few) * true.of(few) / true.of(many))))
     assert sorted(wrong)[10] < 0.05
