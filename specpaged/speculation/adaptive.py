@@ -23,7 +23,7 @@ from specpaged.speculation.selecting import Selecting
 from specpaged.speculation.selection import Selection, select
 from specpaged.speculation.step_times import StepTimes, TimesOfSteps
 from specpaged.speculation.stop_rule import StopRule
-from specpaged.speculation.trials import TRIAL_STEPS, Trials, hopeful, price_of_rows
+from specpaged.speculation.trials import ROWS_TRIAL_STEPS, TRIAL_STEPS, Trials, hopeful, price_of_rows
 
 _ADVANCE = 0.25  # of its share of a plain step, for a new request, of which nothing is known yet
 # Drafts must promise so much more tokens per second than plain decoding to begin, and less to go on, the less the
@@ -251,7 +251,7 @@ class AdaptiveController(MeasuringController):
         if counts is None:
             return None
         tried = [min(count, c.most) for count, c in zip(counts, candidates, strict=True)]
-        self._trial = Plan(tried, num_steps=TRIAL_STEPS, is_trial=True, tries_rows=True)
+        self._trial = Plan(tried, num_steps=ROWS_TRIAL_STEPS, is_trial=True, tries_rows=True)
         return self._trial
 
     def _expected(

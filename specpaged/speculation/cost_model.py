@@ -112,14 +112,14 @@ class CostModel:
         return once * self.seconds_per_step, of_each * num_seqs * self.seconds_per_sequence
 
     def drafting_rest(self, num_seqs: int) -> float:
-        """How many times as long the rest takes where drafts are made; what it takes longer in the nearest octave of
-        which it is known, it takes longer elsewhere.
+        """How many times as long the rest takes where drafts are made; in octaves of which that is not known, longer
+        by no more than in any that is: who drafts finds out, and who is put off does not.
         """
         known, octave = self._drafting_rests, num_seqs.bit_length()
         if octave in known or not known:
             return known.get(octave, 1.0)
-        nearest = min(known, key=lambda other: abs(other - octave))
-        return 1.0 + (known[nearest] - 1.0) * self.rest((1 << nearest) >> 1) / self.rest(num_seqs)
+        more = min((factor - 1.0) * self.rest((1 << other) >> 1) for other, factor in known.items())
+        return 1.0 + more / self.rest(num_seqs)
 
     def rest_doubt(self, num_seqs: int) -> float:
         """The standard deviation, in logarithms, of plain steps' rest; 0 but where only steps that draft were heard."""

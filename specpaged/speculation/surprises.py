@@ -26,7 +26,7 @@ class Surprises:
         """Of another one."""
         self._last.append(surprise)
         self._num_seen += 1
-        if self._num_seen % _MEDIAN_EVERY == 1:
+        if self._num_seen % _MEDIAN_EVERY == FEWEST % _MEDIAN_EVERY:
             self.median = median(self._last)
 
     @property

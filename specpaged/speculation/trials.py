@@ -11,7 +11,7 @@ from specpaged.speculation.pass_errors import PassErrors
 from specpaged.speculation.selection import Chances, select
 from specpaged.speculation.step_times import StepTimes
 
-TRIAL_STEPS = 4
+TRIAL_STEPS, ROWS_TRIAL_STEPS = 4, 2  # of rows, of which the first one is heard, too
 _DOUBTS = 2.0  # standard deviations: who gains more by drafting need not ask what other steps take
 _DOUBT = 0.03  # at least, in the logarithm of speed
 _FIRST, _LATER = 16, 256  # steps that draft between two of one kind; twice as many after each
@@ -19,7 +19,7 @@ _SELDOM, _SELDOM_LATER = 128, 1024  # and of none where it is beyond doubt: that
 _TOLD_APART = 1.15  # times as many rows: fewer would not be told apart
 # In doubt of the rest, of a step: less of it makes no difference; and trials at most, in batches of an octave.
 _REST_DOUBT, _MOST_IN_DOUBT = 0.01, 6
-_LEAST = 0.05  # of a plain step, what one of a trial of rows costs: were they free, nobody would look any more
+_LEAST = 0.2  # of a plain step, what a trial of rows costs: were they free, nobody would look any more
 # Of the time, where nothing is drafted, beside what is in advance; and as long as there were but a few in batches of an
 # octave: one alone may have come with a neighbour.
 _TRYING_ROWS, _AT_FIRST, _FEW_TRIED = 0.001, 0.003, 3
@@ -75,7 +75,7 @@ class Trials:
         self._last: _Turns | None = None  # whose turn it was; of rows, nobody's
         self._halves = False  # whether the last one of fewer was not of none
         self._credit = self._price = 0.0  # seconds for trials of rows, and what the next one takes
-        self._seen: set[int] = set()  # octaves of batch sizes that there were
+        self._num_seqs = 0  # of the plan before
         self._num_tried: Counter[int] = Counter()  # of rows, by the octave: the first one is in advance
 
     def next(
@@ -123,7 +123,7 @@ class Trials:
     def was_cut_short(self, num_steps: int) -> None:
         """Of the last one nothing was heard: the sequences have changed behind so many steps."""
         if self._last is None:  # it was one of rows, and has taken as much of its price
-            self._credit = max(self._credit, self._price * (1.0 - num_steps / TRIAL_STEPS))
+            self._credit = max(self._credit, self._price * (1.0 - num_steps / ROWS_TRIAL_STEPS))
         else:
             self._last.repeat()
 
@@ -172,10 +172,10 @@ class Trials:
         octave = num_seqs.bit_length()
         num_tried = self._num_tried[octave]
         self._credit += (_TRYING_ROWS if num_tried >= _FEW_TRIED else _AT_FIRST) * seconds
-        if octave not in self._seen:  # there is nothing yet that could be compared
-            self._seen.add(octave)
-            return None
-        if num_tried and self._credit < self._price:
+        # Of a batch that lasts: one that runs empty will not have it back, and a new one compares with nothing.
+        is_in_advance = not num_tried and num_seqs == self._num_seqs
+        self._num_seqs = num_seqs
+        if not is_in_advance and self._credit < self._price:
             return None
         doubt = self.errors.doubt(num_seqs, 3 * num_seqs)
         counts = hopeful(_DOUBTS * doubt) if doubt > _DOUBT else []
@@ -184,7 +184,7 @@ class Trials:
             return None
         counts = [max(1, (count + 1) // 2) for count in counts]
         self._price = price(sum(counts))
-        if num_tried and self._credit < self._price:
+        if not is_in_advance and self._credit < self._price:
             return None
         self._num_tried[octave] += 1
         self._credit = 0.0
@@ -200,7 +200,7 @@ def price_of_rows(costs: CostModel, times: StepTimes, num_seqs: int, num_rows: i
     """Seconds that a trial of so many rows more takes, each of whose rounds is a step of its own."""
     alone = costs.rest(num_seqs) - costs.rest(num_seqs, costs.drafting_rounds) / costs.drafting_rounds
     more = times.verify[num_rows] + alone - times.plain
-    return TRIAL_STEPS * max(_LEAST * times.plain, more)
+    return max(_LEAST * times.plain, ROWS_TRIAL_STEPS * more)
 
 
 def _best(

@@ -201,7 +201,7 @@ def test_what_a_host_takes_for_some_says_nothing_of_others_that_are_known():
     assert model.drafting_rest(8) == pytest.approx(1.25, rel=0.05)
 
 
-def test_what_it_takes_a_host_more_to_draft_is_taken_for_the_same_where_it_is_not_known():
+def test_where_it_is_not_known_drafting_takes_a_host_no_more_than_elsewhere():
     """Of one sequence a step that drafts takes 0.1 s more; of 8 nothing is known, and of 32 it takes 0.2 s more."""
     model = CostModel(PassSeconds(NODES, known()), seconds_per_step=0.1, seconds_per_sequence=0.02)
     assert model.drafting_rest(8) == 1.0
@@ -215,7 +215,7 @@ def test_what_it_takes_a_host_more_to_draft_is_taken_for_the_same_where_it_is_no
         model.observe_rest(0.74, 32)
         model.observe_proposal([], 1e-4, 32, 0.94)
     more = {n: model.rest(n) * (model.drafting_rest(n) - 1.0) for n in (1, 2, 16, 32)}
-    assert more == pytest.approx({1: 0.1, 2: 0.1, 16: 0.2, 32: 0.2}, rel=0.1), "as it is nearby"
+    assert more == pytest.approx({1: 0.1, 2: 0.1, 16: 0.1, 32: 0.2}, rel=0.1), "who drafts finds out"
 
 
 def test_steps_of_a_batch_are_priced_by_its_own_octave():

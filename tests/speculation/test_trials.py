@@ -149,8 +149,8 @@ def test_a_trial_of_rows_of_which_nothing_was_heard_comes_again_and_is_nobody_el
     assert next_rows(0.0) is None
     assert next_rows(0.0) is not None
     trials.was_cut_short(1)
-    assert next_rows(50.0) is None, "in advance once alone: the sequences may change in every step"
-    assert next_rows(50.0) is not None, "a quarter of its price was lost, and 0.3 % of the time are saved"
+    assert not any(next_rows(50.0) for _ in range(3)), "in advance once alone: the sequences may change in every step"
+    assert next_rows(50.0) is not None, "half of its price was lost, and 0.3 % of the time are saved"
     assert next_rows(300.0) is None
     found = [step for step in range(100) if trials.next([4, 1, 0], 1.02, 1, lambda: expected(9.0, 6)) is not None]
     assert found == [31, 95], "who tries fewer was not cut short"
@@ -203,7 +203,7 @@ def test_rows_are_tried_once_in_each_octave_and_then_when_there_is_time_as_long_
 
     assert next_rows(4, 0.0) is None
     assert next_rows(4, 0.0) == [2, 1, 2, 1]
-    assert asked == [2 * errors.doubt(4, 12)]
+    assert set(asked) == {2 * errors.doubt(4, 12)}
     for seconds in (0.2, 0.2, 0.6):  # 6 ms are saved, of 0.3 % of the time until the third one, and then of 0.1 %
         assert not any(next_rows(n, seconds) for n in (4, 5, 7, 4, 5, 7, 4, 5, 7))
         assert next_rows(4, 1.5 * seconds) == [2, 1, 2, 1]
