@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from specpaged.speculation.octave import octave_of
+
 FEW = 4  # rounds that are one call however long they take
 LONGEST = 0.025  # seconds of a call of more rounds
 _STAYS, _RECENT = 1.5, 0.2  # times as long, before calls become shorter again; of what rounds take, the last one
@@ -22,11 +24,11 @@ class CallLength:
 
     def num_rounds(self, num_seqs: int) -> int:
         """Of a call for so many sequences, at most."""
-        return self._num_rounds.get(num_seqs.bit_length(), self._few)
+        return self._num_rounds.get(octave_of(num_seqs), self._few)
 
     def took(self, num_seqs: int, num_rounds: int, seconds: float) -> None:
         """So many rounds of so many sequences have taken so long."""
-        octave, of_round = num_seqs.bit_length(), seconds / num_rounds
+        octave, of_round = octave_of(num_seqs), seconds / num_rounds
         before = self._round_seconds.get(octave, of_round)
         of_round = self._round_seconds[octave] = before + _RECENT * (of_round - before)
         known, length = self.num_rounds(num_seqs), self._few

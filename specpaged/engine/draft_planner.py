@@ -13,6 +13,7 @@ from specpaged.engine.candidate import arrival_of, candidate_of
 from specpaged.engine.chore import Chore
 from specpaged.engine.followers import Followers
 from specpaged.engine.outcomes import Outcomes
+from specpaged.engine.scheduler import ScheduledSequence
 from specpaged.engine.sequence import Sequence
 from specpaged.engine.standing_plan import Arrival, StandingPlan
 from specpaged.engine.step_clock import OFTEN, StepClock, ask
@@ -280,10 +281,10 @@ class DraftPlanner:
         """These tokens stand where this was drafted."""
         self.outcomes.add(sequence, draft, token_ids)
 
-    def begin(self) -> None:
-        """The target's pass begins, and the step before has ended."""
+    def begin(self, entries: SequenceOf[ScheduledSequence] | None = None) -> None:
+        """The target's pass begins over these entries, and the step before has ended."""
         plan = self._standing.plan
-        self.clock.begin(plan.is_trial, self._standing.age, plan.tries_rows)
+        self.clock.begin(plan.is_trial, self._standing.age, plan.tries_rows, entries)
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence has ended, or given up its KV: what was planned for it no longer holds."""

@@ -120,7 +120,7 @@ class SpeculativeStep:
         changes them.
         """
         if self.planner is not None:
-            self.planner.begin()
+            self.planner.begin(entries)
         with self.metrics.stage("score"):
             sampling = self.sampling([entry.sequence.sampling_request for entry in entries if entry.samples])
             argmax = takes_argmax and sampling is self._argmax

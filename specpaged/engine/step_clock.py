@@ -17,6 +17,7 @@ from specpaged.engine.chore import Chore
 from specpaged.engine.scheduler import ScheduledSequence
 from specpaged.modeling.rounds import Rounds
 from specpaged.speculation.controller import Controller
+from specpaged.speculation.octave import octave_of
 from specpaged.speculation.pass_seconds import PassShape
 
 logger = logging.getLogger("specpaged")
@@ -24,6 +25,7 @@ logger = logging.getLogger("specpaged")
 # The first steps, which are all heard; and of one kind, in batches of an octave and with drafts or without, so many are
 # heard soon one behind the other.
 OFTEN, _SOON = 32, 4
+_MOST_CHANGED = 4  # steps heard, one after another, whose sequences changed: where it is so in each, that is a step
 # Seconds that it takes to listen to a step; what of the time may go into that; and the steps from one to the next.
 _LISTENING = 2.4e-4, 0.0013, 1, 64
 _RECENT, _STANDS_OUT = 0.2, 2.0  # of what steps take on average, the last one; and how many times that it may count for
@@ -34,7 +36,8 @@ class StepClock:
 
     Those with a prefill tell nothing: their passes are of another kind. To listen takes time; all of the first steps
     are heard, and then as many as a share of the time allows, of longer ones more. That time is no part of what they
-    take, nor is what it takes to plan and to select: of both, steps that are heard have more than their share.
+    take, nor is what it takes to plan and to select: of both, steps that are heard have more than their share. Nor is
+    what it takes a host that a request has ended and another one has come, as that has nothing to do with drafts.
 
     A proposal is told as its passes. A drafter that `follows` the target has one over what that has just run, and then
     one for each draft; else the first of these is over what has come.
@@ -49,6 +52,7 @@ class StepClock:
         self.is_deaf = False  # steps are of another kind, of which the controller is told nothing
         self.tells = False  # whether the controller hears what this step takes
         self._tells_rest = False  # and of the last one, what it took beside its passes
+        self._num_changed = 0
         self._is_trial = self._finds_caches = False  # as a drafter that goes on no longer has left them
         self._told_next = 0  # the step that will be, at the latest
         self._num_heard: Counter[tuple[int, bool]] = Counter()  # by the octave of its sequences, and whether it drafts
@@ -78,14 +82,20 @@ class StepClock:
             if costs is not None:
                 costs.hides_host = False
 
-    def begin(self, is_trial: bool = False, age: int = 0, tries_rows: bool = False) -> None:
-        """The target's pass begins, and the step before has ended; so many steps followed the same plan before."""
+    def begin(
+        self,
+        is_trial: bool = False,
+        age: int = 0,
+        tries_rows: bool = False,
+        entries: SequenceOf[ScheduledSequence] | None = None,
+    ) -> None:
+        """The target's pass begins over these, and the step before has ended; so many followed the same plan before."""
         if self.is_deaf:
             self.num_steps += 1
             self.tells = self._tells_rest = False
             return
         if self._tells_rest:
-            self._tell_rest()
+            self._tell_rest(entries is not None and self._have_changed(entries))
         self.num_steps += 1
         self._is_trial, self._finds_caches = is_trial, is_trial and not (age or tries_rows)
         self.tells = self.num_steps < OFTEN or self.num_steps >= self._told_next or is_trial
@@ -184,22 +194,30 @@ class StepClock:
 
     def _hears_next(self, seconds: float, num_seqs: int, drafts: bool) -> None:
         self._step_seconds = self._step_seconds or seconds
-        kind = num_seqs.bit_length(), drafts
+        kind = octave_of(num_seqs), drafts
         self._num_heard[kind] += 1
         most = _SOON if self._num_heard[kind] < OFTEN else math.inf
         self._told_next = self.num_steps + min(most, self.every(self._listening))
 
-    def _tell_rest(self) -> None:
-        """What the step took beside its passes, however many rounds it had."""
+    def _have_changed(self, entries: SequenceOf[ScheduledSequence]) -> bool:
+        """Whether others than before have come by now, or some have gone."""
+        has_changed = len(entries) != self._num_seqs or any(entry.num_new_tokens > 1 for entry in entries)
+        self._num_changed = self._num_changed + 1 if has_changed else 0
+        return has_changed and self._num_changed <= _MOST_CHANGED
+
+    def _tell_rest(self, have_changed: bool) -> None:
+        """What the step took beside its passes, however many rounds it had; of the rest nothing, if there is more in it
+        as sequences have changed.
+        """
         now = time.perf_counter()
         seconds = now - self._began
         self._step_seconds += _RECENT * (min(seconds, _STANDS_OUT * self._step_seconds) - self._step_seconds)
         rest_seconds = seconds - self._pass_seconds
         if self._passes or self._drafts:
-            rest_seconds -= self._proposal_seconds if self._passes else 0.0
+            rest_seconds = 0.0 if have_changed else rest_seconds - (self._proposal_seconds if self._passes else 0.0)
             arguments = (self._passes, self._proposal_seconds, self._num_seqs, rest_seconds, self._num_rounds)
             ask(self.controller.observe_proposal, *arguments)
-        else:
+        elif not have_changed:
             ask(self.controller.observe_rest, rest_seconds, self._num_seqs, self._num_rounds)
         self._listening.took(self._heard_seconds + time.perf_counter() - now)
 

@@ -112,7 +112,9 @@ class Controller(Protocol):
     def observe_proposal(
         self, passes: Sequence[PassShape], seconds: float, num_seqs: int, rest_seconds: float, num_rounds: int = 1
     ) -> None:
-        """A proposal of such passes has taken so long, and so long the rest of a step of so many sequences."""
+        """A proposal of such passes has taken so long, and so long the rest of a step of so many sequences; 0, if that
+        is not known.
+        """
         ...
 
     def observe_drafting(self, passes: Sequence[PassShape], seconds: float) -> None:

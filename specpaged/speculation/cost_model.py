@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 from specpaged.speculation.draft_passes import DraftPasses
+from specpaged.speculation.octave import octave_of
 from specpaged.speculation.pass_errors import PassErrors
 from specpaged.speculation.pass_seconds import SHOWN, PassSeconds, PassShape, believed
 from specpaged.speculation.surprises import FEW, FEWEST, NUM_RECENT, Surprises
@@ -103,7 +104,7 @@ class CostModel:
 
     def rest(self, num_seqs: int, num_rounds: int = 1) -> float:
         """Of a step of so many rounds, beside its passes."""
-        return self._rest_factors.get(num_seqs.bit_length(), 1.0) * sum(self._rest_parts(num_seqs, num_rounds))
+        return self._rest_factors.get(octave_of(num_seqs), 1.0) * sum(self._rest_parts(num_seqs, num_rounds))
 
     def _rest_parts(self, num_seqs: int, num_rounds: int) -> tuple[float, float]:
         """What is there once in a step, and what each sequence takes."""
@@ -115,15 +116,15 @@ class CostModel:
         """How many times as long the rest takes where drafts are made; in octaves of which that is not known, longer
         by no more than in any that is: who drafts finds out, and who is put off does not.
         """
-        known, octave = self._drafting_rests, num_seqs.bit_length()
+        known, octave = self._drafting_rests, octave_of(num_seqs)
         if octave in known or not known:
             return known.get(octave, 1.0)
-        more = min((factor - 1.0) * self.rest((1 << other) >> 1) for other, factor in known.items())
+        more = min((factor - 1.0) * self.rest(1 << other) for other, factor in known.items())
         return 1.0 + more / self.rest(num_seqs)
 
     def rest_doubt(self, num_seqs: int) -> float:
         """The standard deviation, in logarithms, of plain steps' rest; 0 but where only steps that draft were heard."""
-        octave = num_seqs.bit_length()
+        octave = octave_of(num_seqs)
         return _UNHEARD if self._num_plain[octave] < FEW and self._is_of_drafting(octave) else 0.0
 
     def _is_of_drafting(self, octave: int) -> bool:
@@ -211,7 +212,7 @@ class CostModel:
 
         What is ten times as long as expected was a wait, if it is not so in every step.
         """
-        octave, expected = num_seqs.bit_length(), self.rest(num_seqs, num_rounds)
+        octave, expected = octave_of(num_seqs), self.rest(num_seqs, num_rounds)
         if self._is_heard(seconds, expected, (octave, False)):
             self._num_plain[octave] += 1
             self._num_heard[octave] += 1
@@ -227,7 +228,7 @@ class CostModel:
         self.seconds_per_step, self.seconds_per_sequence = seconds_per_step, seconds_per_sequence
 
     def _observe_drafting_rest(self, seconds: float, num_seqs: int, num_rounds: int) -> None:
-        octave, before = num_seqs.bit_length(), self.drafting_rest(num_seqs)
+        octave, before = octave_of(num_seqs), self.drafting_rest(num_seqs)
         expected = before * self.rest(num_seqs, num_rounds)
         if self._is_heard(seconds, expected, (octave, True)):
             self._num_heard[octave] += 1
@@ -256,9 +257,9 @@ class CostModel:
         """
         if factor == 1.0:
             return
-        octave = num_seqs.bit_length()
-        others = [(1 << other) >> 1 for other, num in self._num_heard.items() if other != octave and num >= FEWEST]
-        unknown = {octave, *self._num_heard} - {other.bit_length() for other in others}
+        octave = octave_of(num_seqs)
+        others = [other for other, num in self._num_heard.items() if other != octave and num >= FEWEST]
+        unknown = {octave, *self._num_heard} - {*others}
         for moved in unknown:  # what was surprising is expected by now, or something else is
             self._of_rest.pop(moved, None)
             self._num_plain[moved] *= self._num_plain[moved] >= FEW  # fewer are to be heard anew
@@ -267,7 +268,7 @@ class CostModel:
             self._rest_factors[octave] *= factor
             return
         self._rest_factors[octave] = self._rest_factors.get(octave, 1.0)  # the line has been moved for it
-        before = [self.rest(other) for other in others]
+        before = [self.rest(1 << other) for other in others]
         once, of_sequences = self._rest_parts(num_seqs, num_rounds)
         rest = once + of_sequences
         parts = once / rest, of_sequences / rest
@@ -278,8 +279,7 @@ class CostModel:
         self.seconds_per_step *= math.exp(parts[0] * move)
         self.seconds_per_sequence *= math.exp(parts[1] * move)
         for other, seconds in zip(others, before, strict=True):
-            known = self._rest_factors.get(other.bit_length(), 1.0)
-            self._rest_factors[other.bit_length()] = known * seconds / self.rest(other)
+            self._rest_factors[other] = self._rest_factors.get(other, 1.0) * seconds / self.rest(1 << other)
 
     def _own_proposal(self, num_seqs: int) -> float:
         return self.seconds_per_proposal + num_seqs * self.seconds_per_drafting

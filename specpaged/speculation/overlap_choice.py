@@ -8,6 +8,7 @@ from statistics import median
 from typing import NamedTuple
 
 from specpaged.speculation.cost_model import CostModel
+from specpaged.speculation.octave import octave_of
 from specpaged.speculation.step_times import StepTimes
 
 _SHARE = 0.01  # of the time: what trials may lose, in all
@@ -47,7 +48,7 @@ class OverlapChoice:
 
     def by_halves(self, num_seqs: int) -> bool:
         """Whether the next step of so many sequences is to be of half of them."""
-        octave = num_seqs.bit_length()
+        octave = octave_of(num_seqs)
         if octave != self._octave:  # a trial of another batch size shows nothing of this one
             self._octave, self._is_trying = octave, False
         return self._known().by_halves != self._is_trying
@@ -55,7 +56,7 @@ class OverlapChoice:
     def heard(self, num_seqs: int, stint: Stint) -> None:
         """A step of a batch of so many sequences, or of half of it."""
         known, seconds = self._known(), stint.seconds / stint.num_rounds
-        if num_seqs.bit_length() != self._octave or stint.by_halves != (known.by_halves != self._is_trying):
+        if octave_of(num_seqs) != self._octave or stint.by_halves != (known.by_halves != self._is_trying):
             return
         known.seconds[stint.by_halves].append(seconds)
         if not stint.by_halves and not self._is_trying:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from specpaged.speculation.cost_model import CostModel
+from specpaged.speculation.octave import octave_of
 from specpaged.speculation.pass_errors import PassErrors
 from specpaged.speculation.selection import Chances, select
 from specpaged.speculation.step_times import StepTimes
@@ -94,7 +95,7 @@ class Trials:
         `proposal_seconds` beside its passes. What plain steps take beside theirs may be in doubt: then a few trials
         come soon, none of whose steps draft. And where a neighbour may have come and gone with one, the next is soon.
         """
-        octave = len(counts).bit_length()
+        octave = octave_of(len(counts))
         if rest_doubt < _REST_DOUBT or self._num_in_doubt[octave] >= _MOST_IN_DOUBT:
             rest_doubt = 0.0
         else:
@@ -169,7 +170,7 @@ class Trials:
         as less could not be told from none. `price` is what so many more rows take in a trial.
         """
         self._last = None
-        octave = num_seqs.bit_length()
+        octave = octave_of(num_seqs)
         num_tried = self._num_tried[octave]
         self._credit += (_TRYING_ROWS if num_tried >= _FEW_TRIED else _AT_FIRST) * seconds
         # Of a batch that lasts: one that runs empty will not have it back, and a new one compares with nothing.

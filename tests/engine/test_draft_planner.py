@@ -11,9 +11,10 @@ from specpaged.engine import step_clock
 from specpaged.engine.call_length import CallLength
 from specpaged.engine.draft_planner import DraftPlanner
 from specpaged.engine.standing_plan import StandingPlan
-from specpaged.engine.step_clock import OFTEN
+from specpaged.engine.step_clock import _MOST_CHANGED, OFTEN
 from specpaged.speculation.controller import Plan
 from specpaged.speculation.cost_model import CostModel
+from specpaged.speculation.octave import octave_of
 from specpaged.speculation.pass_seconds import PassSeconds
 from specpaged.speculation.stop_rule import StopRule
 
@@ -287,6 +288,41 @@ def test_what_deciding_takes_is_no_part_of_what_is_heard(monkeypatch):
     assert steps == [0.75]
 
 
+@pytest.mark.parametrize("drafts", [False, True])
+def test_what_it_takes_a_host_that_requests_end_and_come_is_not_told_of_a_step_unless_it_is_so_in_each(
+    monkeypatch, drafts
+):
+    now = 0.0
+    monkeypatch.setattr(step_clock, "time", SimpleNamespace(perf_counter=lambda: now))
+    rests = []
+    listener = Listener()
+    listener.observe_rest = lambda seconds, num_seqs, num_rounds: rests.append(round(seconds, 6))
+    listener.observe_proposal = lambda passes, seconds, num_seqs, rest, num_rounds: rests.append(round(rest, 6))
+    clock = DraftPlanner(listener).clock
+
+    def run(num_prefilled, num_seqs=2):
+        nonlocal now
+        entries = [SimpleNamespace(num_new_tokens=1, draft=NO_DRAFT, context_len=10) for _ in range(num_seqs)]
+        entries[0].num_new_tokens += num_prefilled
+        clock.begin(entries=entries)
+        now += 2.0
+        if clock.tells:
+            clock.scored(entries)
+        if clock.tells and drafts:
+            clock.proposed([SimpleNamespace(num_draft_tokens=1, token_ids=[4], request_idx=0)], [Draft([5])])
+            clock.proposed_for(0.0)
+        now += 0.5 if num_prefilled else 0.25
+
+    for num_prefilled, num_seqs in ((0, 2), (0, 2), (7, 2), (0, 2), (0, 1), (0, 1)):
+        run(num_prefilled, num_seqs)
+    assert [rest for rest in rests if rest] == [0.25, 0.25]
+    assert len(rests) == (4 if drafts else 2), "of the proposal all the same"
+    rests.clear()
+    for step in range(16):
+        run(7 * (step % 2))
+    assert [rest for rest in rests if rest] == [0.25] * (9 - _MOST_CHANGED)  # of 8, and the one before them
+
+
 def test_of_rounds_that_draft_those_with_a_proposal_of_their_own_are_counted():
     """One in four, where a call makes the drafts of its further rounds; of 16, where those behind it are made, too."""
     for num_calls, share in ((1, 1 / 4), (4, 1 / 16)):
@@ -354,7 +390,7 @@ def trials(**of_plan):
     planner._selects = False
     planner.clock.num_steps = planner._looked_next = 1 << 20
     planner.clock._told_next = planner.clock.num_steps + 1000
-    planner.clock._num_heard[1, False] = OFTEN
+    planner.clock._num_heard[octave_of(1), False] = OFTEN
     return planner, listener
 
 
