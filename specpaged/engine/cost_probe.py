@@ -22,7 +22,7 @@ from specpaged.config import EngineConfig
 from specpaged.drafting.base import Drafter
 from specpaged.engine.draft_planner import DraftPlanner
 from specpaged.engine.pass_timer import PassTimer, Shape, sequences
-from specpaged.engine.probed_passes import ProbedDrafter, drafted, forward, is_heads, proposal, verified
+from specpaged.engine.probed_passes import ProbedDrafter, drafted, forward, is_heads, proposal, row_behind, verified
 from specpaged.modeling.model_runner import ModelRunner
 from specpaged.speculation.adaptive import AdaptiveController
 from specpaged.speculation.combined import CombinedController
@@ -41,6 +41,7 @@ logger = logging.getLogger("specpaged")
 BUDGET = 2.0  # seconds that a probe may take
 LONGEST = BUDGET / 8  # that a pass of one row may, for there to be one
 _SWEEPS = 40
+_BEHIND, _SPARE = 128, 16.0  # rows to catch up with, timed if there is so many times as long as the longest pass takes
 _FEW = 8  # sequences, whose proposals take a time that hardly depends on how many they are
 _OF_LOOKUP = 0.1  # of what is guessed of a proposal, where no model makes it
 _BYTES_PER_SECOND = 1e10  # of weights, where nothing can be measured
@@ -129,6 +130,9 @@ def probe(target: ModelRunner, draft: ModelRunner | None, most_rows: int, budget
             timers.append(PassTimer(draft, most_rows, partial(proposal, drafter, num_drafts=0)))
     for share, timer in zip((0.4, 0.6, 0.75), timers, strict=False):
         timer.begin(partial(left, share))
+    per_row_behind = None
+    if drafter is not None and drafter.reads is None and left(0.7) > _SPARE * max(timers[1].seconds.values()):
+        per_row_behind = row_behind(drafter, min(_BEHIND, timers[1].context_len))
     for sweep in range(_SWEEPS):
         by_timer = [timer.quick(budget / (8 + sweep), in_runs=timer is timers[0]) for timer in timers]
         by_timer[0] = timers[0].few_rows(by_timer[0], left)
@@ -145,6 +149,7 @@ def probe(target: ModelRunner, draft: ModelRunner | None, most_rows: int, budget
     besides: dict[str, Any] = dict(FIRST_GUESS)
     besides["seconds_per_proposal"] += first
     besides["seconds_per_drafting"] += max(0.0, median(others or [0.0]))
+    besides["per_row_behind"] = per_row_behind
     besides["seconds_saved"] = min(max(0.0, median(saved)), 0.5 * passes[0].seconds[0])
     if drafter.reads is not None:
         besides |= {"following": passes.pop(), "first_share": median(first_shares)}

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from statistics import median
 
 import torch
 
@@ -21,6 +22,7 @@ from specpaged.sampling.request import SamplingRequest
 from specpaged.sampling_params import SamplingParams
 
 _FURTHER = NUM_NEW - 1  # passes of a proposal behind its first one, timed together
+_CATCHING_UP = 5  # times
 _GREEDY = SamplingRequest(SamplingParams(temperature=0), 0, (), ())
 # Caches learn only slowly that weights are read again and again: so many passes alike, or such a time, are a run.
 _ALIKE, _ALIKE_SECONDS = 16, 6e-3
@@ -114,6 +116,17 @@ def drafted(
         first_shares.append(min(1.0, max(0.0, first / seconds)))
     first_seconds.setdefault(len(rows), []).append(max(0.0, first - seconds))
     return seconds
+
+
+def row_behind(drafter: ProbedDrafter, num_rows: int) -> float | None:
+    """The seconds of a row that is there to catch up, and not read out: what it takes longer to propose for a sequence
+    that is so many rows behind. None where a sequence cannot have several.
+    """
+    if num_rows < 2:
+        return None
+    few, many = (sequences(drafter.runner, Shape(1, n)) for n in (1, num_rows))
+    more = [proposal(drafter, many, 1) - proposal(drafter, few, 1) for _ in range(_CATCHING_UP)]
+    return max(0.0, median(more)) / (num_rows - 1)
 
 
 def proposal(drafter: ProbedDrafter, rows: list[RaggedRow], num_drafts: int) -> float:

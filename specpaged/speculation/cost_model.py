@@ -14,8 +14,7 @@ from specpaged.speculation.surprises import FEW, FEWEST, NUM_RECENT, Surprises
 
 _WAIT, _MOST_WAITS = 10, 16  # times as long as expected; and so often one after another, which is no wait any more
 _NEWTON = 4  # steps, which double the digits that are right
-# Of what a step takes beside its passes, for each round behind the first one. What is there once in a call does not
-# grow beyond so many rounds; what is there for each sequence does.
+# Of what a step takes beside its passes, for each further round; beyond so many, what is there once grows no more.
 _FURTHER_ROUND, _FEW_ROUNDS = 0.25, 4
 _UNHEARD = 0.4  # the standard deviation, in logarithms, of a plain step's rest that is known of steps that draft
 _LEAST_LEFT = 0.5  # of what a proposal takes beside its passes, at once
@@ -41,9 +40,8 @@ class CostModel:
     octave of it has shown says nothing of others that are known.
 
     A host that makes one step of several rounds takes hardly more for all of them: each further round adds a share of
-    what there is for each sequence, and the first few of what is there once. So it does of `plain_rounds` where nothing
-    is drafted, and of `drafting_rounds` elsewhere. There, drafts may be made in the rounds themselves: of a round,
-    `proposals_per_round` have a proposal of their own.
+    what there is for each sequence, and the first few of what is there once: `plain_rounds` where nothing is drafted,
+    else `drafting_rounds`, which may make drafts themselves: of a round, `proposals_per_round` have their own proposal.
     """
 
     def __init__(
@@ -58,12 +56,13 @@ class CostModel:
         seconds_saved: float = 0.0,
         following: PassSeconds | None = None,
         first_share: float = 1.0,
+        per_row_behind: float | None = None,  # see DraftPasses
     ):
         self.target = target
         self.draft = draft
         self.following = following  # of heads: see DraftPasses
         self.first_share = first_share
-        self.drafting = DraftPasses(draft, following, first_share)
+        self.drafting = DraftPasses(draft, following, first_share, per_row_behind)
         self.seconds_per_proposal = seconds_per_proposal
         self.seconds_per_step = seconds_per_step
         self.seconds_per_drafting = seconds_per_drafting
@@ -182,9 +181,10 @@ class CostModel:
         of_passes = self.drafting.of(passes)
         besides = self._own_proposal(passes[0].num_seqs)
         expected = besides + sum(of_passes)
-        if not (seconds > 0 and expected > 0):
+        paced = seconds * math.exp(-self._of_target.newest)
+        if not (seconds > 0 and expected > 0) or self.drafting.caught_up(passes[0], paced, expected):
             return
-        surprise = math.log(seconds / expected) - self._of_target.newest
+        surprise = math.log(paced / expected)
         self._num_unheard += 1
         hears_drafting = self._num_unheard < NUM_RECENT
         self._of_proposals.add(surprise)
@@ -287,14 +287,14 @@ class CostModel:
     def as_dict(self) -> dict:
         """Plain data, as `of_dict` reads it."""
         passes = {name: getattr(self, name) for name in _PASSES}
-        besides = {name: getattr(self, name) for name in _BESIDES}
+        besides = {name: getattr(self, name) for name in _BESIDES} | {"per_row_behind": self.drafting.per_row_behind}
         return {name: None if of_name is None else of_name.as_list() for name, of_name in passes.items()} | besides
 
     @classmethod
     def of_dict(cls, values: Mapping) -> CostModel:
         """The reverse of `as_dict`. ValueError, KeyError or TypeError if it is none."""
         passes = {name: None if values[name] is None else PassSeconds(*values[name]) for name in _PASSES}
-        besides = {name: float(values[name]) for name in _BESIDES}
+        besides = {name: float(values[name]) for name in (*_BESIDES, "per_row_behind")}
         if passes["target"] is None or not all(0 <= seconds < math.inf for seconds in besides.values()):
-            raise ValueError(f"target and {', '.join(_BESIDES)} must be there, and finite ones >= 0")
+            raise ValueError(f"target and {', '.join(besides)} must be there, and finite ones >= 0")
         return cls(**passes, **besides)

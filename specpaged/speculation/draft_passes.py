@@ -15,6 +15,9 @@ from specpaged.speculation.surprises import Surprises
 _ROWS, _FOLLOWED, _NEWEST = 1.25, 2.0, 0.1
 _SHIFT = 0.05  # of what drafts within rounds take: less is no news
 _ALIKE = 0.5  # of how slow passes were, those of twice or half as many rows
+# Rows of a sequence that there may be in any step; those beyond are there to catch up. What these take is believed by
+# such a share, within a factor, and is no less than a tenth of what a row takes in a pass of many sequences.
+_NEAR, _BELIEVED, _FACTOR, _LEAST = 2, 0.3, 2.0, 0.1
 
 
 class DraftPasses:
@@ -28,14 +31,28 @@ class DraftPasses:
 
     Where drafts are made within a call's rounds, the first pass of a draft model is `cold`; of a proposal, that is part
     of what it takes beside its passes.
+
+    What a draft model has not run for long is many rows of a few sequences, none of which but the last one is read out:
+    each takes `per_row_behind` seconds, by default what the table's last two nodes say.
     """
 
-    def __init__(self, draft: PassSeconds | None, following: PassSeconds | None = None, first_share: float = 1.0):
+    def __init__(
+        self,
+        draft: PassSeconds | None,
+        following: PassSeconds | None = None,
+        first_share: float = 1.0,
+        per_row_behind: float | None = None,
+    ):
         self.draft = draft
         self.following = following
         self.first_share = first_share
         self.rows_of_first = _ROWS if following is None else _FOLLOWED
         self.cold = ColdPass()
+        self.per_row_behind = 0.0
+        if draft is not None:
+            many, seconds = draft.num_rows[-1], draft.seconds[-1]
+            next_row = draft.of_rows(many + 1) - seconds if per_row_behind is None else per_row_behind
+            self.per_row_behind = max(next_row, _LEAST * seconds / many)
         self._of_rounds = Surprises()
         self._shares: dict[tuple[int, int], list[float]] = {}  # that _alike has said, by nodes
 
@@ -43,10 +60,31 @@ class DraftPasses:
         """Seconds of each pass of a proposal, in order; 0 where no model drafts."""
         if self.draft is None:
             return [0.0] * len(passes)
+        num_behind = self._num_behind(passes[0]) if passes else 0
+        if num_behind:
+            passes = [passes[0]._replace(num_rows=passes[0].num_rows - num_behind), *passes[1:]]
         seconds = [of.of(shape) for of, shape in zip(self._of_each(passes), passes, strict=True)]
+        if num_behind:
+            seconds[0] += num_behind * self.per_row_behind
         if self.following is not None and len(seconds) > 1:
             seconds[1] *= self.first_share
         return seconds
+
+    def _num_behind(self, first: PassShape) -> int:
+        """Rows of the first pass that are there to catch up."""
+        return max(0, first.num_rows - _NEAR * first.num_seqs) if self.following is None else 0
+
+    def caught_up(self, first: PassShape, seconds: float, expected: float) -> bool:
+        """Whether a proposal that has taken so long, on a machine as quick as it was probed, was mostly there to catch
+        up: then that is learned of it.
+        """
+        num_behind = self._num_behind(first)
+        if self.draft is None or 2 * num_behind <= first.num_rows:
+            return False
+        thought = self.per_row_behind
+        shown = thought + (seconds - expected) / num_behind
+        self.per_row_behind += _BELIEVED * (min(max(shown, thought / _FACTOR), _FACTOR * thought) - thought)
+        return True
 
     def tables(self, batch_size: int, context: float) -> tuple[list[float], list[float]]:
         """[n] seconds for n sequences, of up to `batch_size`: until there is a draft of each, and for each further one.
@@ -107,6 +145,7 @@ class DraftPasses:
             self.rows_of_first += _NEWEST * (first.num_rows / first.num_seqs - self.rows_of_first)
         if shift != 1.0:
             self.draft.scale(shift)
+            self.per_row_behind *= shift
             if self.following is not None:
                 self.following.scale(shift)
             return

@@ -37,8 +37,7 @@ class Repayment:
         if not backlog:
             return [True] * len(candidates)
         gained = plain_seconds / len(candidates) - 1.0 / selection.tokens_per_second
-        draft, num_drafting = self.costs.draft, sum(map(bool, counts))
-        catching_up = draft.of_rows(num_drafting + backlog) - draft.of_rows(num_drafting)  # in the first pass
+        catching_up = backlog * self.costs.drafting.per_row_behind  # in the first pass
         repaid = gained * backlog / catching_up if catching_up > 0 else math.inf  # tokens, for each that is to come
         num_left = [_WITHIN if c.num_left is None else min(_WITHIN, self._will_come * c.num_left) for c in candidates]
         return [c.lag <= max(_NEAR, repaid * num) for c, num in zip(candidates, num_left, strict=True)]

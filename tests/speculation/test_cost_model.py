@@ -10,6 +10,7 @@ import pytest
 
 from specpaged.speculation.cold_pass import ColdPass
 from specpaged.speculation.cost_model import _FURTHER_ROUND, CostModel
+from specpaged.speculation.draft_passes import DraftPasses
 from specpaged.speculation.pass_seconds import PassSeconds, PassShape
 from specpaged.speculation.step_times import StepTimes
 
@@ -355,11 +356,30 @@ def test_it_is_the_same_behind_its_own_plain_data():
         seconds_per_step=0.05,
         seconds_per_drafting=0.02,
         seconds_per_sequence=0.03,
+        per_row_behind=0.04,
     )
     again = CostModel.of_dict(json.loads(json.dumps(model.as_dict())))
     assert again.as_dict() == model.as_dict()
+    assert again.drafting.per_row_behind == 0.04
     assert again.target.of(PassShape(7, 2, 100)) == model.target.of(PassShape(7, 2, 100))
     assert CostModel.of_dict(CostModel(PassSeconds(NODES, known())).as_dict()).draft is None
+
+
+@pytest.mark.parametrize("true", [0.02, 0.4])
+def test_what_it_takes_to_catch_up_is_learned_apart_from_passes_of_many_sequences(true):
+    """100 rows behind of 4 sequences, which have 2 each in any step: 0.1 s each is thought, by the table's end."""
+    model = CostModel(PassSeconds(NODES, known()), PassSeconds([1, 8, 16], [1.0, 1.2, 2.0]), seconds_per_proposal=0.5)
+    behind, usual = PassShape(108, 4), PassShape(5, 4)
+    assert model.drafting.per_row_behind == pytest.approx(0.1)
+    assert model.drafting.of([behind, usual]) == pytest.approx([1.2 + 100 * 0.1, model.draft.of_rows(5)])
+    table = list(model.draft.seconds)
+    for _ in range(20):
+        model.observe_target(PassShape(16, 4), 2 * model.target.of_rows(16))  # the machine is slow
+        model.observe_proposal([behind, usual], 2 * (0.5 + 1.2 + 100 * true + model.draft.of_rows(5)), 4)
+    assert model.drafting.per_row_behind == pytest.approx(true, rel=0.05)
+    assert (model.draft.seconds, model.seconds_per_proposal) == (table, 0.5)
+    assert not model.drafting.caught_up(PassShape(15, 4), 9.0, 1.0), "most of it is as in any step"
+    assert DraftPasses(PassSeconds([1, 8], [1.0, 1.0])).per_row_behind == pytest.approx(0.1 / 8), "never nothing"
 
 
 def test_passes_that_make_drafts_within_a_call_are_learned_and_proposals_say_nothing_of_them_then():
