@@ -132,7 +132,7 @@ def probe(target: ModelRunner, draft: ModelRunner | None, most_rows: int, budget
         timer.begin(partial(left, share))
     per_row_behind = None
     if drafter is not None and drafter.reads is None and left(0.7) > _SPARE * max(timers[1].seconds.values()):
-        per_row_behind = row_behind(drafter, min(_BEHIND, timers[1].context_len))
+        per_row_behind = row_behind(drafter, min(_BEHIND, timers[1].context_len), partial(left, 0.7))
     for sweep in range(_SWEEPS):
         by_timer = [timer.quick(budget / (8 + sweep), in_runs=timer is timers[0]) for timer in timers]
         by_timer[0] = timers[0].few_rows(by_timer[0], left)

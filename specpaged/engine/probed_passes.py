@@ -22,7 +22,7 @@ from specpaged.sampling.request import SamplingRequest
 from specpaged.sampling_params import SamplingParams
 
 _FURTHER = NUM_NEW - 1  # passes of a proposal behind its first one, timed together
-_CATCHING_UP = 5  # times
+_CATCHING_UP = 5  # times at most
 _GREEDY = SamplingRequest(SamplingParams(temperature=0), 0, (), ())
 # Caches learn only slowly that weights are read again and again: so many passes alike, or such a time, are a run.
 _ALIKE, _ALIKE_SECONDS = 16, 6e-3
@@ -118,14 +118,16 @@ def drafted(
     return seconds
 
 
-def row_behind(drafter: ProbedDrafter, num_rows: int) -> float | None:
+def row_behind(drafter: ProbedDrafter, num_rows: int, left: Callable[[], float]) -> float | None:
     """The seconds of a row that is there to catch up, and not read out: what it takes longer to propose for a sequence
-    that is so many rows behind. None where a sequence cannot have several.
+    that is so many rows behind, once or as often as there is time `left`. None where a sequence cannot have several.
     """
     if num_rows < 2:
         return None
     few, many = (sequences(drafter.runner, Shape(1, n)) for n in (1, num_rows))
-    more = [proposal(drafter, many, 1) - proposal(drafter, few, 1) for _ in range(_CATCHING_UP)]
+    more: list[float] = []
+    while not more or (len(more) < _CATCHING_UP and left() > 0):
+        more.append(proposal(drafter, many, 1) - proposal(drafter, few, 1))
     return max(0.0, median(more)) / (num_rows - 1)
 
 

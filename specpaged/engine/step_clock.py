@@ -159,11 +159,15 @@ class StepClock:
         return decided
 
     def proposed(self, rows: SequenceOf[DraftRow], drafts: SequenceOf[Draft]) -> None:
-        """A proposal over these rows came to these drafts. A lookup's, beside a model, are no passes."""
+        """A proposal over these rows came to these drafts. A lookup's, beside a model, are no passes. Where somebody is
+        looked back at, the first pass reads out rows that are there to catch up: of that nothing is told.
+        """
         rows = [row for row in rows if row.token_ids or row.num_draft_tokens]
         if not rows:
             self._passes, self._drafts = [], any(drafts)
             return
+        if any(row.num_looked_back for row in rows):
+            self._tells_rest = False
         drafted = [drafts[row.request_idx] for row in rows if row.num_draft_tokens > 0]
         num_drafted = [0 if draft.drafter else len(draft) for draft in drafted]
         num_rows = sum(len(row.token_ids) - self.follows for row in rows)  # of a newest token there is no hidden state

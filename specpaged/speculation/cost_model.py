@@ -119,7 +119,7 @@ class CostModel:
         if octave in known or not known:
             return known.get(octave, 1.0)
         more = min((factor - 1.0) * self.rest(1 << other) for other, factor in known.items())
-        return 1.0 + more / self.rest(num_seqs)
+        return 1.0 + max(0.0, more) / self.rest(num_seqs)
 
     def rest_doubt(self, num_seqs: int) -> float:
         """The standard deviation, in logarithms, of plain steps' rest; 0 but where only steps that draft were heard."""

@@ -50,9 +50,8 @@ class DraftPasses:
         self.cold = ColdPass()
         self.per_row_behind = 0.0
         if draft is not None:
-            many, seconds = draft.num_rows[-1], draft.seconds[-1]
-            next_row = draft.of_rows(many + 1) - seconds if per_row_behind is None else per_row_behind
-            self.per_row_behind = max(next_row, _LEAST * seconds / many)
+            next_row = draft.of_rows(draft.num_rows[-1] + 1) - draft.seconds[-1]
+            self.per_row_behind = max(next_row if per_row_behind is None else per_row_behind, self._least_behind)
         self._of_rounds = Surprises()
         self._shares: dict[tuple[int, int], list[float]] = {}  # that _alike has said, by nodes
 
@@ -70,6 +69,11 @@ class DraftPasses:
             seconds[1] *= self.first_share
         return seconds
 
+    @property
+    def _least_behind(self) -> float:
+        """Seconds that a row takes at the least that is there to catch up."""
+        return _LEAST * self.draft.seconds[-1] / self.draft.num_rows[-1]
+
     def _num_behind(self, first: PassShape) -> int:
         """Rows of the first pass that are there to catch up."""
         return max(0, first.num_rows - _NEAR * first.num_seqs) if self.following is None else 0
@@ -83,7 +87,8 @@ class DraftPasses:
             return False
         thought = self.per_row_behind
         shown = thought + (seconds - expected) / num_behind
-        self.per_row_behind += _BELIEVED * (min(max(shown, thought / _FACTOR), _FACTOR * thought) - thought)
+        learned = thought + _BELIEVED * (min(max(shown, thought / _FACTOR), _FACTOR * thought) - thought)
+        self.per_row_behind = max(learned, self._least_behind)
         return True
 
     def tables(self, batch_size: int, context: float) -> tuple[list[float], list[float]]:
@@ -149,9 +154,12 @@ class DraftPasses:
             if self.following is not None:
                 self.following.scale(shift)
             return
-        for of, shape, of_pass in zip(self._of_each(passes), passes, of_passes, strict=True):
-            if shape.num_rows > 0:
-                of.learn(shape.num_rows, surprise, of_pass / expected)
+        num_behind = self._num_behind(first)
+        rows = [first.num_rows - num_behind, *(shape.num_rows for shape in passes[1:])]
+        seconds = [of_passes[0] - num_behind * self.per_row_behind, *of_passes[1:]]
+        for of, num_rows, of_pass in zip(self._of_each(passes), rows, seconds, strict=True):
+            if num_rows > 0:
+                of.learn(num_rows, surprise, of_pass / expected)
 
     def _alike(self, fewest: int, most: int) -> list[float]:
         """How far each node of the draft's table goes by what passes of so many rows have shown."""

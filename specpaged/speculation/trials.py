@@ -76,7 +76,7 @@ class Trials:
         self._last: _Turns | None = None  # whose turn it was; of rows, nobody's
         self._halves = False  # whether the last one of fewer was not of none
         self._credit = self._price = 0.0  # seconds for trials of rows, and what the next one takes
-        self._num_seqs = 0  # of the plan before
+        self._num_seqs = 0  # of the plan before, if nothing was drafted then
         self._num_tried: Counter[int] = Counter()  # of rows, by the octave: the first one is in advance
 
     def next(
@@ -95,6 +95,7 @@ class Trials:
         `proposal_seconds` beside its passes. What plain steps take beside theirs may be in doubt: then a few trials
         come soon, none of whose steps draft. And where a neighbour may have come and gone with one, the next is soon.
         """
+        self._num_seqs = 0  # whose drafts end has nothing to be compared with at first
         octave = octave_of(len(counts))
         if rest_doubt < _REST_DOUBT or self._num_in_doubt[octave] >= _MOST_IN_DOUBT:
             rest_doubt = 0.0

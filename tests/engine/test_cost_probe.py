@@ -43,21 +43,30 @@ def test_more_rows_never_take_less(pair, most_rows):
 
 def test_what_it_takes_to_catch_up_is_measured_where_there_is_time(pair, monkeypatch):
     told = []
-    monkeypatch.setattr(cost_probe, "row_behind", lambda drafter, num_rows: told.append(num_rows) or 0.125)
+    monkeypatch.setattr(cost_probe, "_SPARE", 0.0)
+    monkeypatch.setattr(cost_probe, "row_behind", lambda drafter, num_rows, left: told.append(num_rows) or 0.125)
     assert probe(*pair, 40, budget=0.5).drafting.per_row_behind == 0.125
     assert told == [60], "what a sequence has room for, and a proposal's drafts"
     costs = probe(*pair, 40, budget=0.0)
     assert len(told) == 1
     low, high = costs.draft.seconds[-2:]
-    assert costs.drafting.per_row_behind == max((high - low) / 7, 0.1 * high / 8)
+    assert costs.drafting.per_row_behind == pytest.approx(max((high - low) / 7, 0.1 * high / 8))
 
 
 def test_a_row_behind_takes_what_a_proposal_takes_longer(pair, monkeypatch):
-    seconds = {1: 1.0, 61: 13.0}
-    monkeypatch.setattr(probed_passes, "proposal", lambda drafter, rows, num_drafts: seconds[len(rows[0].token_ids)])
+    seconds, timed = {1: 1.0, 61: 13.0}, []
+
+    def propose(drafter, rows, num_drafts):
+        timed.append(len(rows[0].token_ids))
+        return seconds[timed[-1]]
+
+    monkeypatch.setattr(probed_passes, "proposal", propose)
     drafter = ProbedDrafter(pair[1], pair[0])
-    assert probed_passes.row_behind(drafter, 61) == pytest.approx(0.2)
-    assert probed_passes.row_behind(drafter, 1) is None
+    for time_left, num_times in ((1.0, 5), (0.0, 1)):
+        timed.clear()
+        assert probed_passes.row_behind(drafter, 61, lambda of=time_left: of) == pytest.approx(0.2)
+        assert timed == [61, 1] * num_times
+    assert probed_passes.row_behind(drafter, 1, lambda: 1.0) is None
 
 
 def test_without_time_two_row_counts_are_measured(pair):

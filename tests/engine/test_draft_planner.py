@@ -271,7 +271,7 @@ def test_what_deciding_takes_is_no_part_of_what_is_heard(monkeypatch):
     planner = DraftPlanner(controller)
     entries = [SimpleNamespace(num_new_tokens=1, draft=NO_DRAFT, context_len=10)]
     drafts = Draft([5], [-0.1])
-    row = SimpleNamespace(num_draft_tokens=1, token_ids=[4], request_idx=0)
+    row = SimpleNamespace(num_draft_tokens=1, token_ids=[4], request_idx=0, num_looked_back=0)
     for proposes in (True, False, False):
         planner.begin()
         take(2.0)
@@ -300,7 +300,7 @@ def test_what_it_takes_a_host_that_requests_end_and_come_is_not_told_of_a_step_u
     listener.observe_proposal = lambda passes, seconds, num_seqs, rest, num_rounds: rests.append(round(rest, 6))
     clock = DraftPlanner(listener).clock
 
-    def run(num_prefilled, num_seqs=2):
+    def run(num_prefilled, num_seqs=2, num_looked_back=0):
         nonlocal now
         entries = [SimpleNamespace(num_new_tokens=1, draft=NO_DRAFT, context_len=10) for _ in range(num_seqs)]
         entries[0].num_new_tokens += num_prefilled
@@ -309,7 +309,8 @@ def test_what_it_takes_a_host_that_requests_end_and_come_is_not_told_of_a_step_u
         if clock.tells:
             clock.scored(entries)
         if clock.tells and drafts:
-            clock.proposed([SimpleNamespace(num_draft_tokens=1, token_ids=[4], request_idx=0)], [Draft([5])])
+            row = SimpleNamespace(num_draft_tokens=1, token_ids=[4], request_idx=0, num_looked_back=num_looked_back)
+            clock.proposed([row], [Draft([5])])
             clock.proposed_for(0.0)
         now += 0.5 if num_prefilled else 0.25
 
@@ -317,6 +318,13 @@ def test_what_it_takes_a_host_that_requests_end_and_come_is_not_told_of_a_step_u
         run(num_prefilled, num_seqs)
     assert [rest for rest in rests if rest] == [0.25, 0.25]
     assert len(rests) == (4 if drafts else 2), "of the proposal all the same"
+    if drafts:
+        rests.clear()
+        run(0, 1, num_looked_back=3)
+        run(0, 1)
+        assert rests == [0.25], "a proposal that reads out rows to catch up is of another kind"
+    rests.clear()
+    run(0, 1)
     rests.clear()
     for step in range(16):
         run(7 * (step % 2))
@@ -375,7 +383,10 @@ def test_a_proposal_of_heads_is_told_as_one_pass_more():
     for follows, token_ids in ((False, ([1, 2, 3], [1])), (True, ([0, 1, 2, 3], [0, 1]))):
         planner, _ = trials()
         planner.clock.follows = follows
-        rows = [SimpleNamespace(token_ids=ids, num_draft_tokens=2, request_idx=i) for i, ids in enumerate(token_ids)]
+        rows = [
+            SimpleNamespace(token_ids=ids, num_draft_tokens=2, request_idx=i, num_looked_back=0)
+            for i, ids in enumerate(token_ids)
+        ]
         planner.clock.proposed(rows, [Draft([5, 6]), Draft([7])])
         heard.append(planner.clock._passes)
     assert heard == [[(4, 2, 0.0), (1, 1, 0.0)], [(4, 2, 0.0), (2, 2, 0.0), (1, 1, 0.0)]]

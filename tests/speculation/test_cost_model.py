@@ -379,6 +379,29 @@ def test_what_it_takes_to_catch_up_is_learned_apart_from_passes_of_many_sequence
     assert model.drafting.per_row_behind == pytest.approx(true, rel=0.05)
     assert (model.draft.seconds, model.seconds_per_proposal) == (table, 0.5)
     assert not model.drafting.caught_up(PassShape(15, 4), 9.0, 1.0), "most of it is as in any step"
+    for _ in range(100):
+        model.drafting.caught_up(behind, 1e-6, 2.0)
+    assert model.drafting.per_row_behind == 0.1 * 2.0 / 16, "a tenth of a row's part of a pass"
+
+
+def test_of_a_proposal_some_rows_of_which_are_there_to_catch_up_the_others_are_learned():
+    """Of 12 rows of 4 sequences 4 are; the pass of the 8 others takes 1.5 times as long as thought."""
+    passes = DraftPasses(PassSeconds([1, 8, 16], [1.0, 1.2, 2.0]), per_row_behind=0.1)
+    shape = PassShape(12, 4)
+    for _ in range(200):
+        of_passes = passes.of([shape])
+        assert of_passes == [pytest.approx(passes.draft.of_rows(8) + 0.4)]
+        passes.learn([shape], of_passes, of_passes[0], math.log((1.8 + 0.4) / of_passes[0]), 1.0)
+    assert passes.draft.of_rows(8) == pytest.approx(1.8, rel=0.02)
+    assert passes.draft.seconds[::2] == [1.0, 2.0], "and nothing else"
+
+
+def test_where_drafting_takes_a_host_less_nowhere_else_is_it_taken_for_less_than_nothing():
+    """Of 32 sequences a step that drafts takes 0.7 of what others take beside their passes."""
+    model = CostModel(PassSeconds(NODES, known()), seconds_per_step=0.01, seconds_per_sequence=0.1)
+    model._drafting_rests[5] = 0.7
+    assert model.drafting_rest(32) == 0.7
+    assert model.drafting_rest(1) == 1.0
     assert DraftPasses(PassSeconds([1, 8], [1.0, 1.0])).per_row_behind == pytest.approx(0.1 / 8), "never nothing"
 
 

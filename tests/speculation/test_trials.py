@@ -212,6 +212,10 @@ def test_rows_are_tried_once_in_each_octave_and_then_when_there_is_time_as_long_
     assert not any(next_rows(16, 2.0) for _ in range(3))  # 24 ms
     assert next_rows(16, 2.5) == [2, 1] * 8
     assert sum(next_rows(4, 2.0) is not None for _ in range(100)) in (29, 30, 31)  # 6 ms each, behind the first one
+    assert next_rows(64, 0.0) is None
+    trials.next([1] * 8, 9.0, 1, lambda: expected(9.0, 8))
+    assert next_rows(64, 0.0) is None, "behind drafts there is nothing to compare with"
+    assert next_rows(64, 0.0) is not None
     num_asked = len(asked)
     trials = Trials(errors)
     errors._covariance = [[0.0] * len(row) for row in errors._covariance]
