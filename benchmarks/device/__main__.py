@@ -1,10 +1,12 @@
 """`python -m benchmarks.device`: one run on a machine with a CUDA device, without a network, in under 8 minutes.
 
 It ends in a table and one line of JSON, and writes that line to benchmarks/results/device-<name>-<date>.json. With
---loop it runs the engine on a synthetic pair of 8 B and 0.6 B parameters instead, in under 9 minutes, and writes
-device-loop-<name>-<date>.json and a picture. With --smoke it tries itself on tiny shapes, without a GPU: no figure of
-speed, and no file. With --model it adds up, on any machine, what the kernels' bytes, flops and launches are on a named
-GPU, whose constants are inputs, and draws where speculation pays; --check holds the sums against this CPU's passes.
+--tiles it times other tiles of attention and of the exact linear beside those that ship, and writes
+device-tiles-<name>-<date>.json. With --loop it runs the engine on a synthetic pair of 8 B and 0.6 B parameters instead,
+in under 9 minutes, and writes device-loop-<name>-<date>.json and a picture. With --smoke it tries itself on tiny
+shapes, without a GPU: no figure of speed, and no file. With --model it adds up, on any machine, what the kernels'
+bytes, flops and launches are on a named GPU, whose constants are inputs, and draws where speculation pays; --check
+holds the sums against this CPU's passes.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.device import attention_speed, exactness, kernel_errors, linear_speed, loop, model, rollback
+from benchmarks.device import attention_speed, exactness, kernel_errors, linear_speed, loop, model, rollback, tiles
 from benchmarks.device.pass_model import GPUS
 from benchmarks.device.scale import FULL, SMOKE, Scale
 from benchmarks.device.timing import Timer
@@ -42,6 +44,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON file")
     parser.add_argument("--smoke", action="store_true", help="tiny shapes in Triton's interpreter, nothing is timed")
     parser.add_argument("--loop", action="store_true", help="the engine end to end, on a synthetic pair")
+    parser.add_argument("--tiles", action="store_true", help="which tiles are quick here")
+    parser.add_argument("--only", help="of the sections, these alone: names with commas between them")
     of_model = parser.add_argument_group("--model", "a model of a GPU, never a measurement")
     of_model.add_argument("--model", action="store_true", help="where speculation pays, by bytes, flops and launches")
     of_model.add_argument("--gpu", choices=sorted(GPUS), default="H100-SXM", help="whose stated constants (default)")
@@ -66,6 +70,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         of_loop = loop.FULL if scale.on_gpu else loop.SMOKE
         tools = loop.tools_of_cuda() if scale.on_gpu else loop.Tools()
         sections["loop"] = lambda: loop.run(of_loop, result.get("bandwidth", {}).get("read"), tools)
+    elif options.tiles:
+        sections["tiles"] = lambda: tiles.run(scale, timer)
     else:
         sections["kernel_errors"] = lambda: kernel_errors.run(scale)
         sections["exactness"] = lambda: exactness.run(scale)
@@ -74,7 +80,11 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
             sections["linear"] = lambda: linear_speed.run(scale, timer)
             sections["end_to_end"] = lambda: exactness.end_to_end(scale)
         sections["rollback"] = lambda: rollback.run(scale)
-    for name, run in sections.items():
+    kind = "device-loop" if options.loop else "device-tiles" if options.tiles else "device"
+    chosen = list(sections) if options.only is None else options.only.split(",")
+    if not sections.keys() >= set(chosen):
+        parser.error(f"--only {options.only!r} names other sections; allowed: {', '.join(sections)}")
+    for name, run in ((name, sections[name]) for name in chosen):
         start = time.perf_counter()
         console.print(f"[dim]{name} ...[/]", end=" ")
         try:
@@ -83,7 +93,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
             result[name] = {"failed": f"{type(error).__name__}: {error}"[:2000]}
         console.print(f"{'failed' if 'failed' in result[name] else 'done'}, {time.perf_counter() - start:.0f} s")
         if scale.on_gpu:  # now: whatever stops the run later
-            _write(result, options.out, "device-loop" if options.loop else "device")
+            _write(result, options.out, kind)
             torch.cuda.empty_cache()
     _print_tables(result, scale)
     print(json.dumps(result))
@@ -123,7 +133,7 @@ def succeeded(result: dict[str, Any]) -> bool:
     if "loop" in result:
         loop_result = result["loop"]
         return loop_result["identical"]["exact"] and bool(loop_result["cells"]) and not loop_result["left_out"]
-    same = [check for checks in result["exactness"].values() for check in checks.values()]
+    same = [check for checks in result.get("exactness", {}).values() for check in checks.values()]
     runs = result.get("end_to_end", {}).values()
     return all(same) and all(run["identical"] == run["prompts"] for run in runs)
 
@@ -163,9 +173,12 @@ def _print_tables(result: dict[str, Any], scale: Scale) -> None:
         console.print(_loop_table(result["loop"]))
     if bandwidth and isinstance(result.get("attention"), list):
         console.print(f"bandwidth: copy {result['bandwidth']['copy'] / 1e9:.0f} GB/s, read {bandwidth / 1e9:.0f} GB/s")
-        console.print(_attention_table(result["attention"], result["bandwidth"]["copy"]))
+        console.print(_attention_table(result["attention"], bandwidth))
     if isinstance(result.get("linear"), list):
         console.print(_linear_table(result["linear"]))
+    for kind, entries in result.get("tiles", {}).items():
+        if kind != "failed":
+            console.print(_tiles_table(kind, entries))
     if "rows" in result.get("rollback", {}):
         rollback.print_table(result["rollback"], scale, console)
 
@@ -205,7 +218,7 @@ def _on_device(cell: dict[str, Any]) -> str:
 
 def _attention_table(entries: list[dict[str, Any]], bandwidth: float) -> Table:
     names = list(entries[0]["neighbours"])
-    table = Table(title="paged attention, bfloat16; us, and the share of the measured copy bandwidth")
+    table = Table(title="paged attention, bfloat16; us, and the share of the measured bandwidth of reads")
     for column in ("group", "B", "context", "q_len", "ours", "GB/s", "share", *names):
         table.add_column(column, justify="right")
     for entry in entries:
@@ -217,6 +230,25 @@ def _attention_table(entries: list[dict[str, Any]], bandwidth: float) -> Table:
             f"{seconds * 1e6:.0f}", f"{speed / 1e9:.0f}", f"{speed / bandwidth:.0%}",
             *("-" if other is None else f"{other * 1e6:.0f}" for other in others),
         )  # fmt: skip
+    return table
+
+
+def _tiles_table(kind: str, entries: list[dict[str, Any]]) -> Table:
+    """The quickest, and what ships."""
+    table = Table(title=f"tiles of {kind}; us", caption="(B, context, query tokens), or rows")
+    shapes = list(entries[0]["us"])
+    for column in ("of", *entries[0]["tiles"], *shapes, "x the least"):
+        table.add_column(column, justify="right")
+    of = "group" if kind == "attention" else "weight"
+    for name in dict.fromkeys(entry[of] for entry in entries):
+        mine = [entry for entry in entries if entry[of] == name]
+        for i, entry in enumerate(mine):
+            if i < 8 or "ships" in entry:
+                table.add_row(
+                    str(name), *map(str, entry["tiles"].values()), *(f"{entry['us'][shape]:.0f}" for shape in shapes),
+                    f"{entry['over_least']:.2f}{' ships' if 'ships' in entry else ''}",
+                )  # fmt: skip
+        table.add_section()
     return table
 
 

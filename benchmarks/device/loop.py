@@ -1,19 +1,22 @@
 """The engine end to end on a synthetic pair: plain and speculative, by the host's rounds and the device's own.
 
 Every cell decodes the same prompts: with CUDA graphs, without them where that is asked for, and in rounds that the
-device runs by itself. Seconds are those of steps in which every sequence decodes. Beside them: what the host needs of
-them, what the device needs of each stage (by events; of its own rounds by the profiler), the share of time in which it
-does nothing (by the profiler), and how long the bytes of a pass take at the device's measured bandwidth. Events and the
-profiler have steps of their own, which are not timed otherwise.
+device runs by itself; plainly, with a fixed K, and with as many drafts as is decided in every step. Seconds are those
+of steps in which every sequence decodes. Beside them: what the host needs of them, what the device needs of each stage
+(by events; of its own rounds by the profiler), the share of time in which it does nothing (by the profiler), and how
+long the bytes of a pass take at the device's measured bandwidth. Events and the profiler have steps of their own, which
+are not timed otherwise.
 """
 
 from __future__ import annotations
 
+import gc
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +54,7 @@ class LoopScale:
     numerics: tuple[str, ...]
     has_rounds: bool  # whether the device can run rounds by itself
     seconds: float  # behind which no cell is begun
+    decides: bool = False  # whether there are cells whose K is decided in every step, too
 
 
 @dataclass(frozen=True)
@@ -64,10 +68,11 @@ class Tools:
 
 
 FULL = LoopScale(
-    "cuda", "bfloat16", "triton", 1, (1, 2, 4, 8, 16, 32, 64), (1, 16), 5, 512, 12, ("exact", "fast"), True, 470.0
+    "cuda", "bfloat16", "triton", 1, (1, 2, 4, 8, 16, 32, 64), (1, 16), 5, 512, 12, ("exact", "fast"), True, 470.0, True
 )  # fmt: skip
-SMOKE = LoopScale("cpu", "float32", "auto", 32, (1, 3), (), 2, 40, 4, ("exact", "fast"), False, 470.0)
+SMOKE = LoopScale("cpu", "float32", "auto", 32, (1, 3), (), 2, 40, 4, ("exact", "fast"), False, 470.0, True)
 WARM_UP_STEPS, PREFILL_STEPS, LOOKED_AT_STEPS = 6, 10, 4  # the last ones twice, of the host's
+LEARNING = 5  # times as many steps, and as many timed ones, where what is decided depends on those before
 TARGET, DRAFT, ACCEPTANCE = "Qwen3-8B", "Qwen3-0.6B", 0.8
 
 
@@ -94,31 +99,17 @@ def run(scale: LoopScale, bandwidth: float | None, tools: Tools = Tools()) -> di
         cells: list[dict[str, Any]] = []
         left_out: list[dict[str, Any]] = []
         outputs: dict[tuple[int, str], list[list[list[int]]]] = {}
-        for numerics in scale.numerics:
-            llm = _load(pair, scale, numerics)
-            engine = llm.engine
-            graphs = [runner.graphs for runner in (engine.target, engine.draft)]
-            for batch_size in scale.batch_sizes:
-                prompts = _prompts(batch_size, scale, engine.vocabulary.size)
-                ways = ["graphs"] if graphs[0] else []
-                ways += ["eager"] if not ways or batch_size in scale.eager_batch_sizes else []
-                ways += ["rounds"] if scale.has_rounds else []
-                for way in ways:
-                    for runner, own in zip((engine.target, engine.draft), graphs, strict=True):
-                        runner.graphs = None if way == "eager" else own
-                    if scale.has_rounds:
-                        engine.keep_on_host(None if way == "rounds" else "timed beside rounds of the device")
-                    for k in (0, scale.num_drafts):
-                        name = {"B": batch_size, "numerics": numerics, "way": way, "K": k}
-                        if tools.clock() > deadline:
-                            left_out.append(name)
-                            continue
-                        token_ids, cell = _cell(engine, prompts, k, scale.steps, way == "rounds", tools)
-                        outputs.setdefault((batch_size, numerics), []).append(token_ids)
-                        if bandwidth is not None:
-                            cell |= _floors(engine, prompts, k, way == "rounds", bandwidth)
-                        cells.append(name | cell)
-            del llm, engine, graphs
+        for numerics, decides in product(scale.numerics, (False, True)[: 1 + scale.decides]):
+            engine = _load(pair, scale, numerics, decides).engine
+            for cell in _cells(engine, scale, numerics, ("auto",) if decides else (0, scale.num_drafts)):
+                if tools.clock() > deadline:
+                    left_out.append(cell)
+                    continue
+                token_ids, measured = _cell(engine, cell, scale, bandwidth, tools)
+                outputs.setdefault((cell["B"], numerics), []).append(token_ids)
+                cells.append(cell | measured)
+            del engine
+            gc.collect()  # its KV is most of a device's memory, and the next one wants as much
             if scale.device == "cuda":
                 torch.cuda.empty_cache()
     return {
@@ -136,11 +127,13 @@ def run(scale: LoopScale, bandwidth: float | None, tools: Tools = Tools()) -> di
     }
 
 
-def _load(pair: SyntheticPair, scale: LoopScale, numerics: str) -> LLM:
+def _load(pair: SyntheticPair, scale: LoopScale, numerics: str, decides: bool) -> LLM:
     most = max(scale.batch_sizes)
+    k = {"max_num_speculative_tokens" if decides else "num_speculative_tokens": scale.num_drafts}
+    num_steps = (scale.steps + WARM_UP_STEPS) * (LEARNING if decides else 1) + PREFILL_STEPS + 2 * LOOKED_AT_STEPS
     return LLM(
         pair.target,
-        speculative_config={"model": pair.draft, "num_speculative_tokens": scale.num_drafts},
+        speculative_config={"model": pair.draft, **k},
         device=scale.device,
         numerics=numerics,
         attention_backend=scale.attention_backend,
@@ -148,8 +141,7 @@ def _load(pair: SyntheticPair, scale: LoopScale, numerics: str) -> LLM:
         max_num_batched_tokens=max(4096, most),
         num_scheduler_steps=1,  # a step is a round
         # While the last prompts of a batch are prefilled, the first ones decode.
-        max_model_len=scale.context_len
-        + (scale.steps + WARM_UP_STEPS + PREFILL_STEPS + 2 * LOOKED_AT_STEPS) * (scale.num_drafts + 1),
+        max_model_len=scale.context_len + num_steps * (scale.num_drafts + 1),
         enable_prefix_caching=True,  # each prompt is prefilled once
         device_round=scale.has_rounds,
     )
@@ -160,16 +152,37 @@ def _prompts(batch_size: int, scale: LoopScale, vocab_size: int) -> list[list[in
     return torch.randint(vocab_size, (batch_size, scale.context_len), generator=generator).tolist()
 
 
+def _cells(engine: Engine, scale: LoopScale, numerics: str, ks: Sequence[int | str]) -> Iterator[dict[str, Any]]:
+    """The names of an engine's cells, each while it goes the way that the name says."""
+    runners = [runner for runner in (engine.target, engine.draft) if runner is not None]
+    graphs = [runner.graphs for runner in runners]
+    for batch_size in scale.batch_sizes:
+        ways = ["graphs"] if graphs[0] else []
+        ways += ["eager"] if not ways or (batch_size in scale.eager_batch_sizes and "auto" not in ks) else []
+        ways += ["rounds"] if scale.has_rounds else []
+        for way in ways:
+            for runner, own in zip(runners, graphs, strict=True):
+                runner.graphs = None if way == "eager" else own
+            if scale.has_rounds:
+                engine.keep_on_host(None if way == "rounds" else "timed beside rounds of the device")
+            for k in ks:
+                yield {"B": batch_size, "numerics": numerics, "way": way, "K": k}
+
+
 def _cell(
-    engine: Engine, prompts: list[list[int]], k: int, steps: int, in_rounds: bool, tools: Tools
+    engine: Engine, cell: Mapping[str, Any], scale: LoopScale, bandwidth: float | None, tools: Tools
 ) -> tuple[list[list[int]], dict[str, Any]]:
-    """What came out of each prompt, and the medians over the timed steps."""
+    """What came out of each prompt, and what was measured: medians over the timed steps."""
+    k, in_rounds, steps, warm_up_steps = cell["K"], cell["way"] == "rounds", scale.steps, WARM_UP_STEPS
+    if k == "auto":
+        steps, warm_up_steps = LEARNING * steps, LEARNING * warm_up_steps
+    prompts = _prompts(cell["B"], scale, engine.vocabulary.size)
     params = SamplingParams(
         temperature=0.0,
         max_tokens=engine.config.max_model_len - len(prompts[0]),
         ignore_eos=True,
         detokenize=False,
-        extra_args={"num_speculative_tokens": k},
+        extra_args=None if k == "auto" else {"num_speculative_tokens": k},
     )
     for i, prompt in enumerate(prompts):
         engine.add_request(str(i), prompt, params)
@@ -179,7 +192,7 @@ def _cell(
     copies = engine.copies if in_rounds else None
     if in_rounds:
         engine.copies = TimedCopies(copies, tools.clock)
-    for _ in range(WARM_UP_STEPS):  # compiles and captures what decoding needs
+    for _ in range(warm_up_steps):  # compiles and captures what decoding needs
         engine.step()
     before = _num_captured(engine, in_rounds)
     engine.reset_metrics()
@@ -196,6 +209,8 @@ def _cell(
         engine.copies = copies
     captured = _num_captured(engine, in_rounds) - before
     of_device = {} if tools.make_event is None else _looked_at(engine, in_rounds, tools)
+    if bandwidth is not None:
+        of_device |= _floors(engine, prompts, 0 if k == "auto" else k, in_rounds, bandwidth)
     if any(sequence.is_finished for sequence in sequences):
         raise RuntimeError(f"a sequence ended while {len(prompts)} were timed: max_model_len is too small for the cell")
     token_ids = [list(sequence.output_token_ids) for sequence in sequences]
@@ -206,7 +221,8 @@ def _cell(
     ordered = sorted(seconds)
     return token_ids, {
         "step_ms": {"median": 1e3 * median, "min": 1e3 * ordered[0], "max": 1e3 * ordered[-1]},
-        "tokens_per_second": metrics.emitted_tokens / steps / median,
+        # Steps of one kind take what their median says, whatever was captured meanwhile; those that differ do not.
+        "tokens_per_second": metrics.emitted_tokens / (sum(seconds) if k == "auto" else steps * median),
         "stage_ms": {stage: 1e3 * metrics.seconds[stage] / steps for stage in STAGES},
         **of_host,
         **of_device,

@@ -51,13 +51,13 @@ class Timer:
 
     def copy_bandwidth(self, num_bytes: int = 2 << 30) -> float:
         """Bytes per second, read and written, of a device-to-device copy."""
-        source = torch.empty(num_bytes, dtype=torch.int8, device="cuda")
+        source = torch.randn(num_bytes // 4, dtype=torch.float32, device="cuda")
         target = torch.empty_like(source)
         return 2 * num_bytes / self(lambda: target.copy_(source)).median
 
     def read_bandwidth(self, num_bytes: int = 2 << 30) -> float:
         """Bytes per second of a sum: what a kernel that only reads, as attention does, may hope for."""
-        source = torch.zeros(num_bytes // 4, dtype=torch.float32, device="cuda")
+        source = torch.randn(num_bytes // 4, dtype=torch.float32, device="cuda")
         return num_bytes / self(lambda: source.sum()).median
 
 

@@ -36,6 +36,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 NO_WINDOW = 2**30  # positions are fewer
 MAX_SPLIT_TOKENS = 16  # query tokens of a sequence up to which its splits are separate work items
+MERGED_SPLITS, MERGED_DIMS = 8, 32  # of a sequence's splits, and of the head_dim, that are read at once to merge them
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def choose_tiles(head_dim: int, group: int, dtype: torch.dtype) -> Tiles:
     wide = head_dim > 128 or dtype.itemsize > 2
     # Two sums of [block_m, head_dim] stay in registers.
     num_warps = 8 if block_m * head_dim > 4096 or (block_m == 64 and head_dim == 64) or (wide and head_dim > 64) else 4
-    return Tiles(block_m, 32 if wide else 64, 1024, num_warps, 2 if wide else 3)
+    return Tiles(block_m, 32 if wide else 64, 512, num_warps, 2 if wide else 3)
 
 
 @triton.jit
@@ -213,9 +214,9 @@ def _merge_kernel(
     cu_query_lens, context_lens, item_seq, cu_items, sinks, output, partial_acc, partial_max, partial_sum,
     num_seqs, group, window, stride_output_row, stride_output_head,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-    SPLIT_LEN: tl.constexpr, MAX_SPLIT_TOKENS: tl.constexpr,
+    SPLIT_LEN: tl.constexpr, MAX_SPLIT_TOKENS: tl.constexpr, MERGED: tl.constexpr,
 ):  # fmt: skip
-    """The item of a query block's first split merges its splits, left to right."""
+    """The item of a query block's first split merges its splits, left to right, BLOCK_D of the head_dim a program."""
     tokens = BLOCK_M // group
     item = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -231,7 +232,7 @@ def _merge_kernel(
         return
 
     rows = tl.arange(0, BLOCK_M)
-    dims = tl.arange(0, BLOCK_D)
+    dims = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     token = first_token + rows // group
     head = kv_head * group + rows % group
     valid = (rows < tokens * group) & (token < query_len)
@@ -239,13 +240,18 @@ def _merge_kernel(
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for split in range(first_split, last_split + 1):
-        split_item = item + (split - first_split) * num_query_blocks
-        partial_row = (split_item.to(tl.int64) * tl.num_programs(1) + kv_head) * BLOCK_M + rows
-        split_max = tl.load(partial_max + partial_row, mask=valid, other=0.0)
-        split_sum = tl.load(partial_sum + partial_row, mask=valid, other=1.0)
-        split_acc = tl.load(partial_acc + partial_row[:, None] * HEAD_DIM + dims[None, :], mask=stored, other=0.0)
-        acc, row_max, row_sum = _merge(acc, row_max, row_sum, split_acc, split_max, split_sum)
+    for begin in range(first_split, last_split + 1, MERGED):
+        for i in tl.static_range(
+            MERGED
+        ):  # so that one load does not wait for another; splits behind the last add zeros
+            split_item = item + (begin + i - first_split) * num_query_blocks
+            partial_row = (split_item.to(tl.int64) * tl.num_programs(1) + kv_head) * BLOCK_M + rows
+            exists = valid & (begin + i + 0 * rows <= last_split)
+            split_max = tl.load(partial_max + partial_row, mask=exists, other=float("-inf"))
+            split_sum = tl.load(partial_sum + partial_row, mask=exists, other=0.0)
+            acc_ptrs = partial_acc + partial_row[:, None] * HEAD_DIM + dims[None, :]
+            split_acc = tl.load(acc_ptrs, mask=stored & exists[:, None], other=0.0)
+            acc, row_max, row_sum = _merge(acc, row_max, row_sum, split_acc, split_max, split_sum)
     output_ptrs = output + (query_start + token).to(tl.int64)[:, None] * stride_output_row
     output_ptrs += head[:, None] * stride_output_head + dims[None, :]
     _store_rows(acc, row_max, row_sum, output_ptrs, stored, valid, sinks, head)
@@ -289,20 +295,24 @@ def _no_sinks(num_heads: int, device: torch.device) -> Tensor:
         return torch.full((num_heads,), float("-inf"), device=device)
 
 
-def _merge_constants(head_dim: int, tiles: Tiles) -> dict[str, Any]:
+def _constants(head_dim: int, tiles: Tiles) -> dict[str, Any]:
     return {
         "HEAD_DIM": head_dim,
-        "BLOCK_D": triton.next_power_of_2(head_dim),
         "BLOCK_M": tiles.block_m,
         "SPLIT_LEN": tiles.split_len,
         "MAX_SPLIT_TOKENS": MAX_SPLIT_TOKENS,
-        "num_warps": tiles.num_warps,
         "enable_fp_fusion": False,
     }
 
 
+def _merge_constants(head_dim: int, tiles: Tiles) -> dict[str, Any]:
+    return _constants(head_dim, tiles) | {"BLOCK_D": MERGED_DIMS, "MERGED": MERGED_SPLITS, "num_warps": 4}
+
+
 def _attend_constants(head_dim: int, tiles: Tiles, small_blocks: bool, has_softcap: bool) -> dict[str, Any]:
-    return _merge_constants(head_dim, tiles) | {
+    return _constants(head_dim, tiles) | {
+        "BLOCK_D": triton.next_power_of_2(head_dim),
+        "num_warps": tiles.num_warps,
         "BLOCK_N": tiles.block_n,
         "SMALL_BLOCKS": small_blocks,
         "HAS_SOFTCAP": has_softcap,
@@ -375,7 +385,7 @@ def paged_attention(
         page_table.stride(0), output.stride(0), output.stride(1),
         **_attend_constants(head_dim, tiles, small_blocks, softcap is not None),
     )  # fmt: skip
-    _merge_kernel[(num_items, num_kv_heads)](
+    _merge_kernel[(num_items, num_kv_heads, triton.cdiv(head_dim, MERGED_DIMS))](
         cu_query_lens, context_lens, work_list.item_seq, work_list.cu_items, sinks,
         output, partial_acc, partial_max, partial_sum,
         num_seqs, group, window, output.stride(0), output.stride(1), **_merge_constants(head_dim, tiles),

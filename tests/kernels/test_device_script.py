@@ -3,7 +3,7 @@
 import itertools
 from dataclasses import replace
 
-from benchmarks.device import loop
+from benchmarks.device import loop, tiles
 from benchmarks.device.__main__ import main, succeeded
 from benchmarks.device.stage_clock import Span
 from specpaged.config import ROLLBACKS
@@ -36,8 +36,9 @@ def test_every_check_passes(capsys):
 def test_the_loop_decodes_the_same_in_every_way(capsys, tmp_path):
     result = main(["--smoke", "--loop"])
     cells = result["loop"]["cells"]
-    assert [(cell["B"], cell["K"]) for cell in cells] == 2 * [(1, 0), (1, 2), (3, 0), (3, 2)]
-    assert all(cell["acceptance_rate"] > 0.3 for cell in cells if cell["K"])
+    of_numerics = [(1, 0), (1, 2), (3, 0), (3, 2), (1, "auto"), (3, "auto")]
+    assert [(cell["B"], cell["K"]) for cell in cells] == 2 * of_numerics
+    assert all(cell["acceptance_rate"] > 0.3 for cell in cells if cell["K"] == 2)
     assert result["loop"]["pair"].startswith("synthetic: ")
     assert succeeded(result)
     loop.draw(result["loop"], tmp_path / "loop.png")
@@ -66,7 +67,7 @@ def test_the_loop_looks_at_rounds_of_the_device(monkeypatch):
     )
     result = loop.run(scale, 1e9, loop.Tools(device.event, device.wait, look, lambda: float(next(seconds))))
     cells = {(cell["way"], cell["K"]): cell for cell in result["cells"]}
-    assert list(cells) == [("eager", 0), ("eager", 2), ("rounds", 0), ("rounds", 2)]
+    assert list(cells) == [(way, k) for ks in ((0, 2), ("auto",)) for way in ("eager", "rounds") for k in ks]
     assert result["identical"] == {"exact": True}
     assert result["left_out"] == []
     assert all(cell["idle_share"] == 0.5 for cell in cells.values())
@@ -84,11 +85,27 @@ def test_the_loop_looks_at_rounds_of_the_device(monkeypatch):
 
 def test_cells_for_which_there_is_no_time_are_named():
     seconds = itertools.count()
-    result = loop.run(replace(loop.SMOKE, seconds=3.0), None, loop.Tools(clock=lambda: float(next(seconds))))
+    scale = replace(loop.SMOKE, numerics=("exact",), seconds=3.0)
+    result = loop.run(scale, None, loop.Tools(clock=lambda: float(next(seconds))))
     names = [(cell["B"], cell["K"]) for cell in result["cells"]]
     assert names == [(1, 0)]
-    assert len(result["left_out"]) == 7
+    assert len(result["left_out"]) == 5
     assert result["left_out"][0] == {"B": 1, "numerics": "exact", "way": "eager", "K": 2}
+
+
+def test_tiles_that_ship_are_among_those_that_are_tried(capsys):
+    """And what cannot run is left out, while all others are ordered by what they take."""
+    result = main(["--smoke", "--tiles"])
+    assert [entry["group"] for entry in result["tiles"]["attention"]] == [2, 2]
+    for kind, count in (("attention", 2), ("linear", 1)):
+        assert sum("ships" in entry for entry in result["tiles"][kind]) == 1
+        assert len(result["tiles"][kind]) == count
+    times = {"x": (4.0, 1.0), "y": (None, 1.0), "z": (2.0, 2.0)}
+    entries = [{"us": {"a": a, "b": b}, "name": name} for name, (a, b) in times.items()]
+    assert [(e["name"], e["over_least"]) for e in tiles._ordered(entries)] == [("x", 1.5), ("z", 1.5)]
+    entries[2]["us"] = {"a": 2.0, "b": 1.0}
+    assert [(e["name"], e["over_least"]) for e in tiles._ordered(entries)] == [("z", 1.0), ("x", 1.5)]
+    assert capsys.readouterr().out.rstrip().endswith("}")
 
 
 def test_runs_agree_as_far_as_the_shortest_of_them_came():

@@ -48,10 +48,9 @@ def members():
     return found
 
 def registered():
-    "What register has changed of vLLM, and what it has said."
-    before = members()
+    "What register has changed of vLLM as it is `known`, and what it has said."
     register()
-    changed = [".".join(name) for name, value in members().items() if before.get(name, members) is not value]
+    changed = [".".join(name) for name, value in members().items() if known.get(name, members) is not value]
     said = lines[:]
     lines.clear()
     return changed, said
@@ -80,12 +79,15 @@ builtins.__import__ = honest
 assert EngineArgs.create_engine_config is not untouched and not lines
 names = sorted(name for name in touched if name.split(".")[0] in ("vllm", "specpaged", "torch", "transformers"))
 said, answers = {}, {"nothing": answer()}
+again()
+known = members()
 for name in names:
     again()
     with hidden(name):
         said[name] = registered()
         if name == OURS:
             answers[name] = answer()
+            known = members()
 again()
 version, vllm.__version__ = vllm.__version__, "0.99.0"
 said["another version"] = registered()
