@@ -151,9 +151,8 @@ def _attention(config: FlatConfig, num_seqs: int, query_len: int, context_len: i
         tiles = choose_attention_tiles(config.head_dim, group, torch.bfloat16)
         num_blocks = -(-query_len // tiles.tokens(group))
         num_splits = -(-length // tiles.split_len)
-        if num_splits > 1:  # float32, written and read once
-            programs = num_seqs * num_blocks * num_splits * config.num_kv_heads
-            partial = 8.0 * programs * tiles.block_m * config.head_dim
+        if num_splits > 1:  # rows in float32, written and read once
+            partial = 8.0 * num_seqs * query_len * config.num_heads * num_splits * config.head_dim
     read = num_seqs * num_blocks * length * kv_bytes
     rows = 2 * num_seqs * query_len * config.num_heads * config.head_dim * sizes.row
     pairs = num_seqs * query_len * (context_len + (query_len + 1) / 2)

@@ -18,6 +18,7 @@ from specpaged.speculation.lookup_choice import LookupChoice
 _UNSETTLED, _OF_FEW = 3, 4
 _OF_MANY = 8  # sequences, one of which is to have turned for a plan to end: one of more is few, or chance
 _MOST_HEIRS = 3  # that follow, one after another, what was planned for another one
+_NEARLY = 0.8  # of its reasons: a plan is good for more than whom it was made for, and to make one takes a third of 1 %
 
 
 class Arrival(NamedTuple):
@@ -28,9 +29,10 @@ class Arrival(NamedTuple):
     kind: Hashable = None  # all else that plans go by
 
     def would_draft_like(self, other: Arrival, drafts: bool) -> bool:
-        """Whether it would be planned to draft, or not to, for at least as good reasons as the other one has been."""
+        """Whether it would be planned to draft, or not to, for nearly as good reasons as the other one has been."""
         for_drafts, against = (self, other) if drafts else (other, self)
-        return self.kind == other.kind and for_drafts.lag <= against.lag and for_drafts.num_left >= against.num_left
+        is_near = _NEARLY * for_drafts.lag <= against.lag and for_drafts.num_left >= _NEARLY * against.num_left
+        return self.kind == other.kind and is_near
 
 
 @dataclass(slots=True)

@@ -89,9 +89,10 @@ for name in names:
             answers[name] = answer()
             known = members()
 again()
-version, vllm.__version__ = vllm.__version__, "0.99.0"
+version = vllm.__version__
+known["vllm", "__version__"] = vllm.__version__ = "0.99.0"
 said["another version"] = registered()
-vllm.__version__ = version
+known["vllm", "__version__"] = vllm.__version__ = version
 again()
 said["nothing"] = registered()
 print(json.dumps([said, answers]))
