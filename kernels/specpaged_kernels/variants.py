@@ -63,13 +63,21 @@ def kind(variant: Variant) -> str:
     return f"{function.__module__.rpartition('.')[2]}.{function.__name__} {' '.join(dtypes)}"
 
 
+def archs_of(kind: str, archs: Sequence[int]) -> list[int]:
+    """Where some variants of a kind are compiled: of half precision, which compiles alike, float16 for the first
+    architecture and bfloat16 for the last; all else for each.
+    """
+    of_halves = {"*fp16": archs[0], "*bf16": archs[-1]}
+    return sorted({of_halves[word] for word in kind.split() if word in of_halves}) or list(archs)
+
+
 def some_variants(archs: Sequence[int]) -> Iterator[tuple[Variant, int]]:
-    """One of each kind for each architecture: the smallest for the first, the largest for the last."""
+    """One of each kind for its architectures (`archs_of`): the smallest for the first, the largest for the last."""
     kinds: dict[str, list[Variant]] = {}
     for variant in all_variants():
         kinds.setdefault(kind(variant), []).append(variant)
-    for variants in kinds.values():
-        yield from ((variants[0 if arch == archs[0] else -1], arch) for arch in archs)
+    for of_kind, variants in kinds.items():
+        yield from ((variants[0 if arch == archs[0] else -1], arch) for arch in archs_of(of_kind, archs))
 
 
 @dataclass(frozen=True)
