@@ -99,6 +99,11 @@ class StandingPlan:
         num_unsettled = _UNSETTLED if _OF_FEW * self.num_turned >= len(self.sequences) else 1
         self.good_for, self.num_unsettled = self.age, max(self.num_unsettled, num_unsettled)
 
+    def is_borne_out(self, sequences: SequenceOf[Sequence], plan: Plan) -> bool:
+        """Whether these, whom it was for, are to draft as much by a new plan: if a text has turned, it is no matter."""
+        same = sequences == self.sequences and list(plan.num_draft_tokens) == list(self.plan.num_draft_tokens)
+        return same and any(plan.num_draft_tokens)
+
     def is_left_to(self, sequence: Sequence, arrival: Arrival) -> bool:
         """Whether who has come so, alone, is to follow what it followed who is gone; from now on it is one for it."""
         if self.left is None or not arrival.would_draft_like(self.arrival, any(self.left.num_draft_tokens)):

@@ -67,11 +67,29 @@ def test_where_drafts_come_to_fall_the_plan_ends_and_the_next_ones_are_provision
     assert controller.outcomes == [(1, 6)]
     assert planner.rounds([member])[0] == 1, "one round is there already, and then it is planned"
     provisional = []
-    for _ in range(_UNSETTLED + 1):
+    for num_drafts in range(_UNSETTLED + 1):
+        controller.num_drafts = num_drafts
         planner.plan([member])
         provisional.append(planner._standing.plan.is_provisional)
         planner._standing.age = planner._standing.good_for
     assert provisional == [True] * _UNSETTLED + [False]
+
+
+@pytest.mark.parametrize("num_drafts", [3, 0])
+def test_where_as_much_is_drafted_behind_a_turn_as_before_nothing_more_is_to_be_found_out(num_drafts):
+    """But where nothing is drafted: there, nobody has seen yet what would come of drafts now."""
+    controller = Planned()
+    controller.num_drafts = num_drafts
+    planner, member = planner_of(controller), Member()
+    planner.plan([member])
+    planner._standing.ends_with_turn()
+    provisional = []
+    for _ in range(_UNSETTLED + 1):
+        planner.plan([member])
+        provisional.append(planner._standing.plan.is_provisional)
+        planner._standing.age = planner._standing.good_for
+    assert provisional == [num_drafts == 0] * _UNSETTLED + [False]
+    assert controller.num_plans == _UNSETTLED + 2
 
 
 def test_of_lookups_drafts_no_plan_ends():
@@ -199,6 +217,7 @@ def test_of_two_halves_the_plan_of_the_one_whose_text_turns_ends():
     planner.plan([members[1]])
     assert controller.num_plans == 2
     planner.turn_to(0)
+    controller.num_drafts = 1
     planner.plan([members[0]])
     assert controller.num_plans == 3
     assert planner._standing.plan.is_provisional
@@ -211,6 +230,7 @@ def test_plans_behind_a_turn_are_short_and_none_is_for_who_comes_next():
     planner.plan([member])
     for num_accepted in (3, 3, 3, 3, 0, 0):
         planner.fared(member, (3,) * 4, (num_accepted,) * 4)
+    controller.num_drafts = 1
     planner.plan([member])
     assert planner._standing.good_for == _SOON
     planner.forget(member)
