@@ -241,9 +241,9 @@ def _merge_kernel(
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for begin in range(first_split, last_split + 1, MERGED):
-        for i in tl.static_range(
-            MERGED
-        ):  # so that one load does not wait for another; splits behind the last add zeros
+        # Loads that do not wait for each other. Splits behind the last one add exact zeros; `0 * rows` makes a vector
+        # of a scalar, of which Triton's interpreter would not make a mask.
+        for i in tl.static_range(MERGED):
             split_item = item + (begin + i - first_split) * num_query_blocks
             partial_row = (split_item.to(tl.int64) * tl.num_programs(1) + kv_head) * BLOCK_M + rows
             exists = valid & (begin + i + 0 * rows <= last_split)

@@ -158,8 +158,7 @@ class DraftPlanner:
             plan = Plan([0] * len(sequences))
         if self.followers is not None and not plan.lookups:  # whose finds those would lose, too
             self.followers.planned(sequences, plan.num_draft_tokens, age - self._standing.since)
-        num_unsettled = 0 if self._standing.is_borne_out(sequences, plan) else self._standing.num_unsettled
-        if num_unsettled and not plan.is_trial:
+        if (num_unsettled := self._standing.still_unsettled(sequences, plan)) and not plan.is_trial:
             plan = replace(plan, is_provisional=True, num_steps=min(_SOON, plan.num_steps))
         good_for = plan.num_steps
         if not (plan.is_trial or plan.is_provisional) and self.clock.num_steps > OFTEN:

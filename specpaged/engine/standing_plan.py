@@ -18,7 +18,6 @@ from specpaged.speculation.lookup_choice import LookupChoice
 _UNSETTLED, _OF_FEW = 3, 4
 _OF_MANY = 8  # sequences, one of which is to have turned for a plan to end: one of more is few, or chance
 _MOST_HEIRS = 3  # that follow, one after another, what was planned for another one
-_NEARLY = 0.8  # of its reasons: a plan is good for more than whom it was made for, and to make one takes a third of 1 %
 
 
 class Arrival(NamedTuple):
@@ -29,10 +28,9 @@ class Arrival(NamedTuple):
     kind: Hashable = None  # all else that plans go by
 
     def would_draft_like(self, other: Arrival, drafts: bool) -> bool:
-        """Whether it would be planned to draft, or not to, for nearly as good reasons as the other one has been."""
+        """Whether it would be planned to draft, or not to, for at least as good reasons as the other one has been."""
         for_drafts, against = (self, other) if drafts else (other, self)
-        is_near = _NEARLY * for_drafts.lag <= against.lag and for_drafts.num_left >= _NEARLY * against.num_left
-        return self.kind == other.kind and is_near
+        return self.kind == other.kind and for_drafts.lag <= against.lag and for_drafts.num_left >= against.num_left
 
 
 @dataclass(slots=True)
@@ -99,10 +97,13 @@ class StandingPlan:
         num_unsettled = _UNSETTLED if _OF_FEW * self.num_turned >= len(self.sequences) else 1
         self.good_for, self.num_unsettled = self.age, max(self.num_unsettled, num_unsettled)
 
-    def is_borne_out(self, sequences: SequenceOf[Sequence], plan: Plan) -> bool:
-        """Whether these, whom it was for, are to draft as much by a new plan: if a text has turned, it is no matter."""
-        same = sequences == self.sequences and list(plan.num_draft_tokens) == list(self.plan.num_draft_tokens)
-        return same and any(plan.num_draft_tokens)
+    def still_unsettled(self, sequences: SequenceOf[Sequence], plan: Plan) -> int:
+        """Of the plans that are to be provisional, how many are left with this new one: none, if those whom this was
+        for are to draft as much as before. If a text has turned, it is no matter.
+        """
+        if not self.num_unsettled or sequences != self.sequences or not any(plan.num_draft_tokens):
+            return self.num_unsettled
+        return 0 if list(plan.num_draft_tokens) == list(self.plan.num_draft_tokens) else self.num_unsettled
 
     def is_left_to(self, sequence: Sequence, arrival: Arrival) -> bool:
         """Whether who has come so, alone, is to follow what it followed who is gone; from now on it is one for it."""

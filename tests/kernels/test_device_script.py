@@ -3,6 +3,8 @@
 import itertools
 from dataclasses import replace
 
+import pytest
+
 from benchmarks.device import loop, tiles
 from benchmarks.device.__main__ import main, succeeded
 from benchmarks.device.stage_clock import Span
@@ -106,6 +108,14 @@ def test_tiles_that_ship_are_among_those_that_are_tried(capsys):
     entries[2]["us"] = {"a": 2.0, "b": 1.0}
     assert [(e["name"], e["over_least"]) for e in tiles._ordered(entries)] == [("z", 1.0), ("x", 1.5)]
     assert capsys.readouterr().out.rstrip().endswith("}")
+
+
+def test_sections_can_be_chosen_and_others_are_refused(capsys):
+    assert list(main(["--smoke", "--only", "exactness"])) == ["device", "environment", "exactness"]
+    for wrong in (["--only", "exactness,tiles"], ["--loop", "--tiles"]):
+        with pytest.raises(SystemExit):
+            main(["--smoke", *wrong])
+    assert "'exactness,tiles' names other sections; allowed: kernel_errors, exactness" in capsys.readouterr().err
 
 
 def test_runs_agree_as_far_as_the_shortest_of_them_came():
