@@ -24,7 +24,7 @@ class Outcomes:
         self.controller = controller
         self._known: list[tuple[Sequence, Draft, SequenceOf[int]]] = []  # with what came in the draft's place
         self._turns = Turns()
-        self._gone: list[tuple[Sequence, tuple[int, int] | None]] = []  # with how many tokens came, of how many
+        self._gone: dict[Sequence, tuple[int, int] | None] = {}  # with how many tokens came, of how many
 
     def add(self, sequence: Sequence, draft: Draft, token_ids: SequenceOf[int]) -> None:
         """These tokens stand where this was drafted."""
@@ -64,18 +64,19 @@ class Outcomes:
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence has ended, or given up its KV."""
+        self._come_back(sequence)
         self._turns.forget(sequence)
         end, num_tokens, most_tokens = None, len(sequence.output_token_ids), sequence.params.max_tokens
         by_itself = sequence.has_ended and sequence.error is None and sequence.finish_reason != "abort"
         if by_itself and num_tokens and most_tokens:  # a host may call any end the same
             end = num_tokens, most_tokens
-        self._gone.append((sequence, end))
+        self._gone[sequence] = end
         if len(self._gone) >= _MOST_GONE:
             self.tell()
 
     def _come_back(self, sequence: Sequence) -> None:
         """Who had given up its KV is here again: it is forgotten before anything new is known of it."""
-        if self._gone and any(gone is sequence for gone, _ in self._gone):  # for all that draft, in every step
+        if sequence in self._gone:
             self.tell()
 
     def tell(self) -> None:
@@ -87,8 +88,8 @@ class Outcomes:
             for found in draft.found:
                 outcome = outcome_of(found, token_ids)
                 ask(self.controller.observe_lookup, found.drafter - 1, sequence, *outcome, Evidence(found))
-        gone, self._gone = self._gone, []
-        for sequence, end in gone:
+        gone, self._gone = self._gone, {}
+        for sequence, end in gone.items():
             if end is not None:
                 ask(self.controller.observe_end, *end)
             ask(self.controller.forget, sequence)

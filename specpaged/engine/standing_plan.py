@@ -17,7 +17,7 @@ from specpaged.speculation.lookup_choice import LookupChoice
 # comes, as long as those are as few.
 _UNSETTLED, _OF_FEW = 3, 4
 _OF_MANY = 8  # sequences, one of which is to have turned for a plan to end: one of more is few, or chance
-_MOST_HEIRS = 3  # that follow, one after another, what was planned for another one
+_MOST_HEIRS = 15  # that follow, one after another, what was planned for another one
 
 
 class Arrival(NamedTuple):
@@ -27,10 +27,11 @@ class Arrival(NamedTuple):
     num_left: float  # tokens that may still come
     kind: Hashable = None  # all else that plans go by
 
-    def would_draft_like(self, other: Arrival, drafts: bool) -> bool:
-        """Whether it would be planned to draft, or not to, for at least as good reasons as the other one has been."""
-        for_drafts, against = (self, other) if drafts else (other, self)
-        return self.kind == other.kind and for_drafts.lag <= against.lag and for_drafts.num_left >= against.num_left
+    def would_be_planned(self, plan: Plan) -> bool:
+        """Whether it would draft, or not, as one of its kind does by the plan."""
+        if plan.lag_repaid is None:
+            return True
+        return (self.lag <= plan.lag_repaid * self.num_left) == any(plan.num_draft_tokens)
 
 
 @dataclass(slots=True)
@@ -107,7 +108,7 @@ class StandingPlan:
 
     def is_left_to(self, sequence: Sequence, arrival: Arrival) -> bool:
         """Whether who has come so, alone, is to follow what it followed who is gone; from now on it is one for it."""
-        if self.left is None or not arrival.would_draft_like(self.arrival, any(self.left.num_draft_tokens)):
+        if self.left is None or arrival.kind != self.arrival.kind or not arrival.would_be_planned(self.left):
             return False
         self.plan = self.again = self.left
         self.sequences, self.left, self.since = [sequence], None, self.age

@@ -60,13 +60,15 @@ class Turns:
 
     def _judge(self, fared: _Fared) -> tuple[int, int] | None:
         new, last, before = fared.new, fared.last, fared.before
-        so_far = num_seen, num_accepted = _sum(before, last)
+        so_far, newest = _sum(before, last), _sum(last, new)
         fared.new, fared.last = (0, 0), new
-        for (num, num_stood), (num_before, num_stood_before) in ((new, so_far), (_sum(last, new), before)):
-            expected = (num_stood_before + 1) / (num_before + 2)
-            if num_before >= _ENOUGH and contradicts(num_stood, num, expected):
+        for (num, num_stood), (num_before, num_stood_before) in ((new, so_far), (newest, before)):
+            if num_before < _ENOUGH:
+                break
+            if contradicts(num_stood, num, (num_stood_before + 1) / (num_before + 2)):
                 fared.before = (0, 0)
                 return num_stood, num - num_stood
+        num_seen, num_accepted = so_far
         kept = min(1.0, _REMEMBERED / max(1, num_seen))
         fared.before = kept * num_seen, kept * num_accepted
         return None

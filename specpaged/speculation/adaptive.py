@@ -87,7 +87,7 @@ class AdaptiveController(MeasuringController):
         logits = self.requests.logits(candidates)
         if num_new := len(self.requests) - num_known:
             self.looks.advance(looking / LOOKING * _ADVANCE * num_new / len(candidates) * plain_seconds)
-        counts, rate, deepest, stop_rule = self._decided(candidates, logits)
+        counts, rate, deepest, stop_rule, lag_repaid = self._decided(candidates, logits)
         was_drafting, self._is_drafting = self._is_drafting, any(counts)
         if was_drafting and self._is_drafting and self.is_timed and not self.costs.overlaps:
             speed, expected = rate * plain_seconds / len(candidates), partial(self._expected, candidates, logits)
@@ -105,7 +105,9 @@ class AdaptiveController(MeasuringController):
         drafting = [self.requests.of(c.sequence) for c, count in zip(candidates, deepest, strict=True) if count]
         if tries := self.acceptance.tries(drafting, len(candidates)):
             num_steps = min(_SOON, num_steps)
-        return Plan(deepest, looks, stop_rule, counts, num_steps, is_provisional=tries, glances=glances)
+        return Plan(
+            deepest, looks, stop_rule, counts, num_steps, is_provisional=tries, glances=glances, lag_repaid=lag_repaid
+        )
 
     @override
     def look(self, candidates: Sequence[Candidate], num_steps: int) -> tuple[Sequence[int], Sequence[int]]:
@@ -189,9 +191,17 @@ class AdaptiveController(MeasuringController):
             return self._decide(candidates, logits)
         (candidate,) = candidates
         key = self._is_drafting, logits[0], candidate.most, candidate.context_len // ALIKE, self.costs.way
-        decision = self.decisions.of(key, lambda: self._decide([replace(candidate, lag=1)], logits))
-        is_repaid = self._repaid(candidates, Selection(decision.counts, decision.tokens_per_second))
-        return decision if all(is_repaid) else self._decide(candidates, logits)
+        decision = self.decisions.of(key, lambda: self._decide_alone(candidate, logits))
+        if self.repayment.is_repaid(candidate, decision.lag_repaid):
+            return decision
+        return Decision([0], 0.0, [0], None, decision.lag_repaid)
+
+    def _decide_alone(self, candidate: Candidate, logits: Sequence[float]) -> Decision:
+        """As if its drafter had run all of it, and how far behind it may be for that."""
+        decision = self._decide([replace(candidate, lag=1)], logits)
+        selection = Selection(decision.counts, decision.tokens_per_second)
+        lag_repaid = self.repayment.lag_repaid(selection, self._plain_seconds_beaten(1))
+        return decision._replace(lag_repaid=lag_repaid)
 
     def _decide(self, candidates: Sequence[Candidate], logits: Sequence[float]) -> Decision:
         counts, rate = self._worthwhile(candidates, logits)
@@ -211,7 +221,7 @@ class AdaptiveController(MeasuringController):
             return Selection([0] * num_seqs, 0.0)  # not even if all were like the best
         chances = self.requests.chances(candidates, logits)
         selection = self._depths(chances)
-        repaid = self._repaid(candidates, selection)
+        repaid = self.repayment.repaid(candidates, selection, self._plain_seconds_beaten(num_seqs))
         if all(repaid):
             return selection
         return self._depths([of if will else () for of, will in zip(chances, repaid, strict=True)])
@@ -261,10 +271,10 @@ class AdaptiveController(MeasuringController):
         chances = self.requests.chances(candidates, logits)
         return chances, self._times.of(len(candidates), sum(map(len, chances)))
 
-    def _repaid(self, candidates: Sequence[Candidate], selection: Selection) -> list[bool]:
-        """Whom it repays to catch up: beside plain decoding that is quicker by as much as drafts are to be worth."""
-        times = self._times.of(len(candidates), 0)
-        return self.repayment.repaid(candidates, selection, times.plain / max(1.0, self._worth(times)))
+    def _plain_seconds_beaten(self, num_seqs: int) -> float:
+        """A plain step's, if plain decoding were quicker by as much as drafts are to be worth."""
+        times = self._times.of(num_seqs, 0)
+        return times.plain / max(1.0, self._worth(times))
 
     def _deeper(self, candidates: Sequence[Candidate], counts: Sequence[int]) -> list[int]:
         """As deep as would pay if evidence turns out well; the stop rule sees to it when it does not."""

@@ -50,6 +50,9 @@ class Plan:
     # Of each candidate, when it takes what a lookup beside the model finds, in place of those drafts; none: never.
     lookups: Sequence[LookupChoice | None] = ()
     glances: Sequence[int] = ()  # of those it looks back at, whose last GLANCE tokens are all that the drafter reads
+    # Of one candidate alone: the tokens that its drafter may have to catch up with, for each that may still come; with
+    # more, it has no drafts. None: that is no reason.
+    lag_repaid: float | None = None
 
 
 class Controller(Protocol):

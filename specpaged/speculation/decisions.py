@@ -18,6 +18,7 @@ class Decision(NamedTuple):
     tokens_per_second: float
     deepest: list[int]
     stop_rule: StopRule | None
+    lag_repaid: float | None = None  # of one alone: what its drafter may have to catch up with, for each token to come
 
 
 class Decisions:

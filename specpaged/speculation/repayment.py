@@ -32,12 +32,21 @@ class Repayment:
         """Of each, whether its tokens that are to come gain more by drafting than it takes to catch up before: beside
         plain steps of so many seconds.
         """
-        counts = selection.counts
-        backlog = sum([c.lag - 1 for c, count in zip(candidates, counts, strict=True) if count and c.lag > _NEAR])
-        if not backlog:
+        if not any([count and c.lag > _NEAR for c, count in zip(candidates, selection.counts, strict=True)]):
             return [True] * len(candidates)
-        gained = plain_seconds / len(candidates) - 1.0 / selection.tokens_per_second
-        catching_up = backlog * self.costs.drafting.per_row_behind  # in the first pass
-        repaid = gained * backlog / catching_up if catching_up > 0 else math.inf  # tokens, for each that is to come
-        num_left = [_WITHIN if c.num_left is None else min(_WITHIN, self._will_come * c.num_left) for c in candidates]
-        return [c.lag <= max(_NEAR, repaid * num) for c, num in zip(candidates, num_left, strict=True)]
+        most = self.lag_repaid(selection, plain_seconds)
+        return [self.is_repaid(c, most) for c in candidates]
+
+    def lag_repaid(self, selection: Selection, plain_seconds: float) -> float:
+        """The tokens that one of them may have to catch up with, for each that may still come; 0 without drafts."""
+        if not any(selection.counts):
+            return 0.0
+        gained = plain_seconds / len(selection.counts) - 1.0 / selection.tokens_per_second
+        catching_up = self.costs.drafting.per_row_behind  # in the first pass
+        return self._will_come * gained / catching_up if catching_up > 0 else math.inf
+
+    def is_repaid(self, candidate: Candidate, lag_repaid: float) -> bool:
+        """Whether it may catch up, as `lag_repaid` says."""
+        most = _WITHIN / self._will_come  # tokens
+        num_left = most if candidate.num_left is None else min(most, candidate.num_left)
+        return candidate.lag <= max(_NEAR, lag_repaid * num_left)

@@ -453,8 +453,8 @@ def test_one_alone_that_comes_like_the_last_one_is_not_planned_for_and_one_that_
         return len(asked) > num_before
 
     known, sampled = [5, 6], SimpleNamespace(takes_argmax=False, params=SimpleNamespace(logprobs=None))
-    assert [come() for _ in range(5)] == [True, False, False, False, True]
-    assert asked == [1, 4]  # steps since it was asked last
+    assert [come() for _ in range(17)] == [True, *[False] * 15, True]
+    assert asked == [1, 16]  # steps since it was asked last
     assert [come(output_token_ids=known), come(), come()] == [True, True, False]
     assert [come(sampling_request=sampled), come(max_draft_tokens=1)] == [True, True]
     assert [come(), come(num_tokens=300)] == [True, True]  # whose passes take another time

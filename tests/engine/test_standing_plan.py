@@ -93,10 +93,10 @@ def stands_for_one_alone(arrival: Arrival, plan: Plan) -> StandingPlan:
     return standing
 
 
-def test_a_plan_for_one_alone_is_left_to_three_that_come_like_it():
+def test_a_plan_for_one_alone_is_left_to_some_that_come_like_it():
     arrival = Arrival(40, 100)
     standing = stands_for_one_alone(arrival, Plan([3], [0]))
-    for number, heir in enumerate("bcd"):
+    for number, heir in enumerate("bcdefghijklmnop"):
         assert not standing.drafts
         assert not standing.holds_for([heir])
         assert standing.is_left_to(heir, arrival)
@@ -107,16 +107,25 @@ def test_a_plan_for_one_alone_is_left_to_three_that_come_like_it():
         standing.age += 6
         standing.forget(heir)
         assert standing.age == 6 * (number + 2), "steps since anybody was asked"
-    assert not standing.is_left_to("e", arrival)
+    assert not standing.is_left_to("q", arrival)
 
 
-@pytest.mark.parametrize(("num_drafts", "reasons"), [(3, (39, 101)), (0, (41, 99))])
-def test_who_had_less_reason_to_follow_a_plan_than_whom_it_was_for_does_not(num_drafts, reasons):
-    lag, num_left = reasons
-    for arrival in (Arrival(40, 100), Arrival(lag, 100), Arrival(40, num_left), Arrival(lag, num_left)):
-        assert stands_for_one_alone(Arrival(40, 100), Plan([num_drafts])).is_left_to("b", arrival)
-    for arrival in (Arrival(80 - lag, 100), Arrival(40, 200 - num_left), Arrival(40, 100, kind="sampled")):
-        assert not stands_for_one_alone(Arrival(40, 100), Plan([num_drafts])).is_left_to("b", arrival)
+@pytest.mark.parametrize("num_drafts", [3, 0])
+def test_who_would_be_planned_otherwise_than_whom_a_plan_was_for_does_not_follow_it(num_drafts):
+    """With half a token to catch up with for each that may come, it drafts; with more, it does not."""
+    plan = Plan([num_drafts], lag_repaid=0.5)
+    repaid, too_far = [Arrival(40, 100), Arrival(50, 100), Arrival(40, 80)], [Arrival(51, 100), Arrival(40, 79)]
+    alike, others = (repaid, too_far) if num_drafts else (too_far, repaid)
+    for arrival in alike:
+        assert stands_for_one_alone(alike[0], plan).is_left_to("b", arrival)
+    for arrival in [*others, alike[0]._replace(kind="sampled")]:
+        assert not stands_for_one_alone(alike[0], plan).is_left_to("b", arrival)
+
+
+def test_where_to_catch_up_is_no_reason_all_follow_who_are_of_one_kind():
+    for num_drafts in (3, 0):
+        standing = stands_for_one_alone(Arrival(40, 100), Plan([num_drafts]))
+        assert standing.is_left_to("b", Arrival(400, 1))
 
 
 def test_what_was_planned_for_one_that_is_known_or_not_alone_is_left_to_nobody():
