@@ -53,7 +53,7 @@ class DraftPlanner:
         self._others: dict[int, StandingPlan] = {}  # the other half's
         self.outcomes = Outcomes(controller)
         self._proposals: dict[Sequence, Draft] = {}  # of which nobody knows yet what came of them
-        self._looked_next = 0  # the step whose drafts will be waited for, at the latest
+        self._num_looked = self._looked_next = 0  # proposals waited for; the step whose drafts will be, at the latest
         self.calls = Calls()
         # Whether drafts are such as turns are followed of: what others find is asked for whatever the text.
         self._models_draft = getattr(self.costs, "draft", None) is not None
@@ -167,8 +167,8 @@ class DraftPlanner:
             too_early = max(0, self._standing.num_left)  # steps: somebody has come
             good_for = max(good_for, seldom + min(seldom, too_early))
         of_model = not (plan.is_trial or plan.lookups)
-        is_left = of_model and not plan.is_provisional
-        self._standing = StandingPlan(list(sequences), plan, 0, good_for, arrival if is_left else None)
+        left_by = arrival if of_model and not plan.is_provisional else None
+        self._standing = StandingPlan(list(sequences), plan, 0, good_for, left_by)
         self._standing.num_unsettled = max(0, num_unsettled - (not plan.is_trial))
         if of_model and not self._standing.drafts and self._looks_back:
             self._standing.looks_every = self._looks_in()
@@ -224,6 +224,7 @@ class DraftPlanner:
         return self.clock.leave_out(self._looking, self._select, sequences, drafts)
 
     def _select(self, sequences: SequenceOf[Sequence], drafts: SequenceOf[Draft]) -> list[Draft]:
+        self._num_looked += 1
         self._looked_next = self.clock.num_steps + self.clock.every(self._looking)
         proposals = self._proposals = dict(zip(sequences, drafts, strict=True))
         self._selects = ask(self.controller.selects, otherwise=False)
@@ -274,8 +275,8 @@ class DraftPlanner:
     @property
     def looks_at_rounds(self) -> bool:
         """Whether what became of drafts made within rounds is to be `told`."""
-        num_steps, plan = self.clock.num_steps, self._standing.plan
-        return num_steps <= OFTEN or num_steps >= self._looked_next or plan.is_provisional
+        is_early, is_due = self._num_looked < OFTEN, self.clock.num_steps >= self._looked_next
+        return is_early or is_due or self._standing.plan.is_provisional
 
     def told(self, sequence: Sequence, draft: Draft, token_ids: SequenceOf[int]) -> None:
         """These tokens stand where this was drafted."""

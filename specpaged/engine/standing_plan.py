@@ -119,15 +119,16 @@ class StandingPlan:
     def _takes_along(self, num_new: int, num_seqs: int) -> bool:
         """Whether so many more, of so many, may do as the others: nobody has been asked about them."""
         plan = self.plan
-        if plan.is_trial or plan.is_provisional or plan.lookups or _OF_FEW * (self.num_come + num_new) >= num_seqs:
+        if plan.is_trial or plan.is_provisional or plan.lookups:
             return False
         self.num_come += num_new
-        return True
+        return plan.takes_newcomers or _OF_FEW * self.num_come < num_seqs
 
     def _goes_on_with(self, sequences: SequenceOf[Sequence]) -> bool:
         """Whether it holds for these as well, and is now one for them: who stays keeps the drafts, if any.
 
-        Who comes, while others draft, might as well: a few of many do as most of those, until there are more of them.
+        Who comes, while others draft, might as well: a few of many do as most of those, until there are more of them,
+        or as many as may come where requests are alike.
         """
         plan, drafts = self.plan, self.drafts
         counts = dict(zip(self.sequences, plan.num_draft_tokens, strict=True))

@@ -52,7 +52,7 @@ class StepClock:
         self.is_deaf = False  # steps are of another kind, of which the controller is told nothing
         self.tells = False  # whether the controller hears what this step takes
         self._tells_rest = False  # and of the last one, what it took beside its passes
-        self._num_changed = 0
+        self._num_changed = 0  # steps heard, one after another, whose sequences had changed by the next one
         self._is_trial = self._finds_caches = False  # as a drafter that goes on no longer has left them
         self._told_next = 0  # the step that will be, at the latest
         self._num_heard: Counter[tuple[int, bool]] = Counter()  # by the octave of its sequences, and whether it drafts

@@ -19,7 +19,9 @@ _LEARNING_RATES = (0.05, 0.01)  # at first, and once something is known
 _PLACE_RATE = 0.03
 _SHARE_RATE = 0.02
 _SPREAD_RATE = 0.02
-_DIFFER = 0.8  # in logits, of how far requests' drafts come to lie apart, one like another or of several kinds
+_MISLEADS = -0.05  # nats of an outcome, by which evidence may be worse than none until it is known what it says
+# In logits, of how far requests' drafts come to lie apart: as good as alike, or of several kinds.
+_ALIKE, _DIFFER = 0.25, 0.8
 # Outcomes of a request, behind which it is known what to expect of it; plans at most that are to find that out; and of
 # a batch, so large a part that it is worth a plan.
 _KNOWN, _MOST_TRIES, _PART = 5.0, 3, 0.25
@@ -61,6 +63,7 @@ class AcceptanceModel:
         self.by_place = [0.0] * MOST_POSITIONS  # in logits, beside the average
         self.share = 0.5  # of the way from the average of all requests to the one's own, in logits
         self.variance = 0.0  # of logit p around what was expected of the request
+        self.gain = 0.0  # nats by which evidence makes outcomes more likely than what was expected does
         self.num_seen = self._num_guessed = 6.0
         self.num_accepted = self.num_seen * prior
         self._num_counted = 0.0  # with all that is forgotten
@@ -80,15 +83,27 @@ class AcceptanceModel:
 
     @property
     def spread(self) -> float:
-        """How far evidence moves logit p away from what was expected: 0 for a drafter whose evidence says nothing."""
-        return math.sqrt(self.variance)
+        """How far evidence moves logit p away from what was expected: 0 for a drafter whose evidence says nothing, or
+        is not borne out.
+        """
+        return math.sqrt(self.variance) if self.gain > _MISLEADS else 0.0
 
     @property
     def requests_differ(self) -> bool:
         """Whether requests are of several kinds, so that much of what will come of a request's drafts is known only
         when some have had an outcome.
         """
-        return self.share * math.sqrt(self.lead_variance) > _DIFFER
+        return self._lie_apart > _DIFFER
+
+    @property
+    def requests_are_alike(self) -> bool:
+        """Whether a request of which nothing is known may be taken for one of the others."""
+        return self._lie_apart < _ALIKE
+
+    @property
+    def _lie_apart(self) -> float:
+        """How far requests do, in logits."""
+        return self.share * math.sqrt(self.lead_variance)
 
     def tries(self, drafting: Sequence[RequestAcceptance], batch_size: int) -> bool:
         """Whether it is to be found out soon what comes of some of these requests' drafts, as requests differ and it is
@@ -213,7 +228,10 @@ class AcceptanceModel:
         value = self.slope * x + self.intercepts[j] + self.request_weight * lead
         self.variance += _SPREAD_RATE * ((value - expected) ** 2 - self.variance)
         rate = _LEARNING_RATES[self.num_outcomes >= _LEARNED]
-        error = rate * (stood - 1.0 / (1.0 + math.exp(-value)))
+        chance, thought = 1.0 / (1.0 + math.exp(-value)), 1.0 / (1.0 + math.exp(-expected))
+        gain = math.log(chance / thought if stood else (1.0 - chance) / (1.0 - thought))
+        self.gain += _SPREAD_RATE * (gain - self.gain)
+        error = rate * (stood - chance)
         self.intercepts[j] += error
         slope = self.slope + error * x / _MOST_LOGIT
         self.slope = slope if 0.0 < slope < 3.0 else min(3.0, max(0.0, slope))

@@ -105,9 +105,9 @@ class AdaptiveController(MeasuringController):
         drafting = [self.requests.of(c.sequence) for c, count in zip(candidates, deepest, strict=True) if count]
         if tries := self.acceptance.tries(drafting, len(candidates)):
             num_steps = min(_SOON, num_steps)
-        return Plan(
-            deepest, looks, stop_rule, counts, num_steps, is_provisional=tries, glances=glances, lag_repaid=lag_repaid
-        )
+        plan = Plan(deepest, looks, stop_rule, counts, num_steps, glances=glances, lag_repaid=lag_repaid)
+        plan.is_provisional, plan.takes_newcomers = tries, self.acceptance.requests_are_alike
+        return plan
 
     @override
     def look(self, candidates: Sequence[Candidate], num_steps: int) -> tuple[Sequence[int], Sequence[int]]:

@@ -53,6 +53,7 @@ class Plan:
     # Of one candidate alone: the tokens that its drafter may have to catch up with, for each that may still come; with
     # more, it has no drafts. None: that is no reason.
     lag_repaid: float | None = None
+    takes_newcomers: bool = False  # who comes may have as many drafts as the others: requests are alike
 
 
 class Controller(Protocol):

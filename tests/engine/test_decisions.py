@@ -131,7 +131,7 @@ class Outspoken:
         return ask if callable(value) else value
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(1, 4))
 @pytest.mark.parametrize(
     ("method", "arguments"),
     [

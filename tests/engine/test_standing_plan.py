@@ -81,6 +81,15 @@ def test_nobody_comes_to_a_plan_that_is_to_find_something_out_or_knows_texts(pla
     assert not StandingPlan(list("abcdefgh"), plan, 0, 99).holds_for([*"abcdefgh", Newcomer()])
 
 
+def test_where_requests_are_alike_all_who_come_do_as_the_others_until_most_are_new():
+    standing = StandingPlan(list("abcdefgh"), Plan([2] * 8, takes_newcomers=True), 0, 99)
+    few, many = [Newcomer() for _ in range(4)], [Newcomer() for _ in range(5)]
+    assert standing.holds_for([*"abcd", *few])
+    assert standing.plan.num_draft_tokens == [2] * 8
+    assert standing.holds_for([Newcomer(), *"bcd", *few]), "more have come than there are"
+    assert not standing.holds_for([*few[:3], *many])
+
+
 def test_who_comes_to_a_few_that_draft_is_planned_for():
     assert not StandingPlan(list("abc"), Plan([2, 2, 2]), 0, 99).holds_for([*"abc", Newcomer()])
 

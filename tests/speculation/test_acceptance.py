@@ -78,6 +78,18 @@ def test_without_evidence_that_says_anything_there_is_no_spread():
     assert model.spread < 0.6 < 1.5 < told.spread
 
 
+def test_evidence_that_misleads_has_no_spread_long_before_its_slope_is_learned():
+    rng = random.Random(7)
+    model, request = AcceptanceModel(), RequestAcceptance()
+    spreads = []
+    for _ in range(30):
+        stood = rng.random() < 0.6
+        model.observe(request, stood, not stood, [rng.gauss(0, 4)])
+        spreads.append(model.spread)
+    assert model.slope > 0.6
+    assert not any(spreads[10:])
+
+
 @pytest.mark.parametrize(("first", "later"), [(0.95, 0.7), (0.4, 0.8)])
 def test_the_first_drafts_of_requests_do_not_speak_for_their_later_ones(first, later):
     rng, model = random.Random(1), AcceptanceModel()
