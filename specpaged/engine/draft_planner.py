@@ -53,7 +53,7 @@ class DraftPlanner:
         self._others: dict[int, StandingPlan] = {}  # the other half's
         self.outcomes = Outcomes(controller)
         self._proposals: dict[Sequence, Draft] = {}  # of which nobody knows yet what came of them
-        self._num_looked = self._looked_next = 0  # proposals waited for; the step whose drafts will be, at the latest
+        self._num_proposed = self._looked_next = 0  # proposals; the step whose drafts will be waited for, at the latest
         self.calls = Calls()
         # Whether drafts are such as turns are followed of: what others find is asked for whatever the text.
         self._models_draft = getattr(self.costs, "draft", None) is not None
@@ -216,6 +216,7 @@ class DraftPlanner:
     def select(self, sequences: SequenceOf[Sequence], drafts: SequenceOf[Draft]) -> list[Draft]:
         """As much of each sequence's draft as is to be verified. The whole of it waits for its outcome."""
         self.calls.proposed()
+        self._num_proposed += 1
         found = any(draft or draft.found for draft in drafts)
         if self._observe_proposed is not None:
             ask(self._observe_proposed, len(drafts), found)
@@ -224,7 +225,6 @@ class DraftPlanner:
         return self.clock.leave_out(self._looking, self._select, sequences, drafts)
 
     def _select(self, sequences: SequenceOf[Sequence], drafts: SequenceOf[Draft]) -> list[Draft]:
-        self._num_looked += 1
         self._looked_next = self.clock.num_steps + self.clock.every(self._looking)
         proposals = self._proposals = dict(zip(sequences, drafts, strict=True))
         self._selects = ask(self.controller.selects, otherwise=False)
@@ -275,7 +275,7 @@ class DraftPlanner:
     @property
     def looks_at_rounds(self) -> bool:
         """Whether what became of drafts made within rounds is to be `told`."""
-        is_early, is_due = self._num_looked < OFTEN, self.clock.num_steps >= self._looked_next
+        is_early, is_due = self._num_proposed <= OFTEN, self.clock.num_steps >= self._looked_next
         return is_early or is_due or self._standing.plan.is_provisional
 
     def told(self, sequence: Sequence, draft: Draft, token_ids: SequenceOf[int]) -> None:

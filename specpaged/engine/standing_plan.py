@@ -118,11 +118,12 @@ class StandingPlan:
 
     def _takes_along(self, num_new: int, num_seqs: int) -> bool:
         """Whether so many more, of so many, may do as the others: nobody has been asked about them."""
-        plan = self.plan
-        if plan.is_trial or plan.is_provisional or plan.lookups:
+        plan, num_come = self.plan, self.num_come + num_new
+        are_few = plan.takes_newcomers or _OF_FEW * num_come < num_seqs
+        if plan.is_trial or plan.is_provisional or plan.lookups or not are_few:
             return False
-        self.num_come += num_new
-        return plan.takes_newcomers or _OF_FEW * self.num_come < num_seqs
+        self.num_come = num_come
+        return True
 
     def _goes_on_with(self, sequences: SequenceOf[Sequence]) -> bool:
         """Whether it holds for these as well, and is now one for them: who stays keeps the drafts, if any.

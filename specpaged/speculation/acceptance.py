@@ -228,10 +228,10 @@ class AcceptanceModel:
         value = self.slope * x + self.intercepts[j] + self.request_weight * lead
         self.variance += _SPREAD_RATE * ((value - expected) ** 2 - self.variance)
         rate = _LEARNING_RATES[self.num_outcomes >= _LEARNED]
-        chance, thought = 1.0 / (1.0 + math.exp(-value)), 1.0 / (1.0 + math.exp(-expected))
-        gain = math.log(chance / thought if stood else (1.0 - chance) / (1.0 - thought))
+        sign = 1.0 if stood else -1.0
+        gain = math.log1p(math.exp(-sign * expected)) - math.log1p(math.exp(-sign * value))
         self.gain += _SPREAD_RATE * (gain - self.gain)
-        error = rate * (stood - chance)
+        error = rate * (stood - 1.0 / (1.0 + math.exp(-value)))
         self.intercepts[j] += error
         slope = self.slope + error * x / _MOST_LOGIT
         self.slope = slope if 0.0 < slope < 3.0 else min(3.0, max(0.0, slope))

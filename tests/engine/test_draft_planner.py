@@ -217,7 +217,7 @@ def test_a_plan_and_its_rule_go_on_with_who_stays():
     assert (plan.stop_rule.leads, plan.stop_rule.expected) == ([2.0, 3.0], [0.2, 0.3])
     planner.expect_calls(CallLength(4), drafts_in_rounds=True)
     assert planner.rounds(stay) == (4, [0, 2, 4], plan.stop_rule, False)  # though it selects: the rule does so
-    planner.clock.num_steps, planner._looked_next, planner._num_looked = 100, 101, OFTEN
+    planner.clock.num_steps, planner._looked_next, planner._num_proposed = 100, 101, OFTEN + 1
     assert planner.rounds(stay)[3]  # nobody is to be asked behind these rounds
     planner.went_on(4)
     assert planner.rounds(stay)[0] == 4
@@ -430,6 +430,12 @@ def test_what_becomes_of_the_first_drafts_is_looked_at_however_many_steps_there_
         planner.select(members, [Draft([7, 8]), Draft([7, 8])])
         num_looked += planner.looks_at_rounds
     assert OFTEN - 1 <= num_looked < 1.2 * OFTEN
+    lookups = DraftPlanner(Listener())
+    for _ in range(OFTEN + 1):
+        assert lookups.looks_at_rounds
+        lookups.clock.num_steps, lookups._looked_next = 100 * OFTEN, 10**6
+        lookups.select(members, [NO_DRAFT, NO_DRAFT])
+    assert not lookups.looks_at_rounds, "that nothing is found is known, too"
 
 
 def test_time_in_which_nobody_is_left_is_no_part_of_a_step(monkeypatch):
@@ -554,7 +560,7 @@ def test_who_is_left_a_plan_has_not_been_idle_while_others_followed_it():
 def test_a_provisional_plan_lasts_no_longer_than_it_says_and_what_comes_of_it_is_looked_at():
     planner = DraftPlanner(Listener())
     planner.clock.num_steps, planner.clock._step_seconds, planner._looked_next = OFTEN + 1, 1e-4, 10**6
-    planner._num_looked = OFTEN
+    planner._num_proposed = OFTEN + 1
     planner.controller.selects = lambda: False
     for is_provisional in (False, True):
         plan = Plan([2], num_steps=4, is_provisional=is_provisional)

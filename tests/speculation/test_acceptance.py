@@ -90,6 +90,25 @@ def test_evidence_that_misleads_has_no_spread_long_before_its_slope_is_learned()
     assert not any(spreads[10:])
 
 
+def test_outcomes_against_all_certainty_are_learned_from():
+    model, request = AcceptanceModel(), RequestAcceptance()
+    model.slope, model.request_weight, request.lead = 3.0, 2.0, 12.0  # as far as each goes
+    model.observe(request, 0, 1, [6.0])
+    assert -math.inf < model.gain < 0.0
+
+
+@pytest.mark.parametrize(("kinds", "are_alike"), [((0.8,), True), ((0.9, 0.2), False)])
+def test_requests_are_told_to_be_alike_only_once_they_have_shown_it(kinds, are_alike):
+    rng, model = random.Random(3), AcceptanceModel()
+    assert not model.requests_are_alike
+    for i in range(200):
+        request = RequestAcceptance()
+        for _ in range(20):
+            stood = rng.random() < kinds[i % len(kinds)]
+            model.observe(request, stood, not stood)
+    assert model.requests_are_alike == are_alike
+
+
 @pytest.mark.parametrize(("first", "later"), [(0.95, 0.7), (0.4, 0.8)])
 def test_the_first_drafts_of_requests_do_not_speak_for_their_later_ones(first, later):
     rng, model = random.Random(1), AcceptanceModel()
