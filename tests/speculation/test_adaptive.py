@@ -95,6 +95,18 @@ def test_texts_that_turn_again_and_again_are_followed(draft, num_seqs):
     assert simulate(draft, turning, num_seqs).tokens_per_second(4000) >= max(fixed)
 
 
+def test_what_a_plan_for_one_alone_says_of_lags_is_what_would_be_planned():
+    def plan_of(lag, num_left=100):
+        controller = knowing(AdaptiveController(costs(0.15)))
+        return controller.plan([Candidate("a", 8, lag, 0, 500, num_left)])
+
+    most = plan_of(1).lag_repaid * 100
+    assert 8 < most < 10**6
+    assert any(plan_of(int(0.98 * most)).num_draft_tokens)
+    assert not any(plan_of(int(1.02 * most) + 1).num_draft_tokens)
+    assert plan_of(int(1.02 * most) + 1).lag_repaid * 100 == pytest.approx(most)
+
+
 def test_who_is_too_far_behind_is_glanced_at_once_for_each_half_of_a_glance():
     looks = Looks(costs(0.15))
 
