@@ -17,6 +17,7 @@ from specpaged.drafting.suffix import SuffixDrafter
 from specpaged.engine.call_length import CallLength
 from specpaged.engine.draft_planner import evidence_of
 from specpaged.engine.rounds import _tell_outcomes
+from specpaged.modeling.model_runner import ModelRunner
 from specpaged.modeling.rounds import DecodingRow, Round, Together
 from specpaged.paging.page_table import DRAFT, TARGET
 from specpaged.speculation.lookup_choice import LookupChoice
@@ -417,3 +418,24 @@ def test_what_lookups_have_found_is_told_whether_or_not_it_was_taken():
         ("a", Draft([8], [-0.3], found=[Draft([1], [-0.5], drafter=2)]), [8]),
         ("b", Draft(found=[Draft([2], num_matched=4, drafter=1)]), [9]),
     ]
+
+
+def test_a_backlog_that_one_pass_of_the_draft_does_not_hold_is_no_matter_of_rounds(toy_pair, monkeypatch):
+    """Where lookups' drafts are taken, the model falls behind with each, and catches up when it drafts again."""
+    backlogs, honest = [], ModelRunner.rounds
+
+    def rounds(runner, rows, *args):
+        backlogs.append(sum(len(row.token_ids) for row in rows if row.num_draft_tokens))
+        return honest(runner, rows, *args)
+
+    monkeypatch.setattr(ModelRunner, "rounds", rounds)
+    params = [SamplingParams(max_tokens=60, **GREEDY)] * 3
+    *expected, num_rounds = decode(toy_pair, "draft model and lookups", 4, params)
+    most = max(backlogs)
+    assert most > len(params)
+    backlogs.clear()
+    monkeypatch.setattr("specpaged.engine.rounds.MOST_ROWS", most - 1)
+    *found, fewer = decode(toy_pair, "draft model and lookups", 4, params)
+    assert found == expected
+    assert max(backlogs) < most
+    assert sum(fewer) < sum(num_rounds)
