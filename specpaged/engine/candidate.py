@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Hashable
 from collections.abc import Sequence as SequenceOf
+from typing import NamedTuple
 
 from specpaged.engine.calls import may_be_in_one_call
 from specpaged.engine.sequence import Sequence
-from specpaged.engine.standing_plan import Arrival
 from specpaged.paging.page_table import DRAFT
-from specpaged.speculation.controller import GLANCE, Candidate
+from specpaged.speculation.controller import GLANCE, Candidate, Plan
 from specpaged.speculation.decisions import ALIKE
+
+
+class Arrival(NamedTuple):
+    """How a sequence has come that is alone, and of whose drafts nothing is known."""
+
+    lag: int  # tokens that its drafter has not run
+    num_left: int | None  # tokens that may still come; None where nothing but a stop says
+    kind: Hashable = None  # all else that plans go by
+
+    def would_be_planned(self, plan: Plan) -> bool:
+        """Whether it would draft, or not, as one of its kind does by the plan."""
+        if plan.lag_repaid is None:
+            return True
+        return plan.lag_repaid.repays(self.lag, self.num_left) == any(plan.num_draft_tokens)
 
 
 def candidate_of(sequence: Sequence, follows_target: bool) -> Candidate:
@@ -27,8 +41,6 @@ def arrival_of(sequences: SequenceOf[Sequence], follows_target: bool) -> Arrival
         return None
     (sequence,) = sequences
     lag, left = (1, None) if follows_target else (draft_lag(sequence), num_left(sequence))
-    if lag <= 1 or left is None:  # who has not to catch up has nothing to repay
-        left = math.inf
     kind = sequence.max_draft_tokens, sequence.num_tokens // ALIKE, may_be_in_one_call(sequence)
     return Arrival(lag, left, kind)
 

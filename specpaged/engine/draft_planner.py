@@ -9,13 +9,13 @@ from operator import eq, gt
 from specpaged.drafting.draft import NO_DRAFT, Draft, evidence_of
 from specpaged.engine.call_length import CallLength
 from specpaged.engine.calls import Calls
-from specpaged.engine.candidate import arrival_of, candidate_of
+from specpaged.engine.candidate import Arrival, arrival_of, candidate_of
 from specpaged.engine.chore import Chore
 from specpaged.engine.followers import Followers
 from specpaged.engine.outcomes import Outcomes
 from specpaged.engine.scheduler import ScheduledSequence
 from specpaged.engine.sequence import Sequence
-from specpaged.engine.standing_plan import Arrival, StandingPlan
+from specpaged.engine.standing_plan import StandingPlan
 from specpaged.engine.step_clock import OFTEN, StepClock, ask
 from specpaged.speculation.controller import Controller, Plan
 from specpaged.speculation.cost_model import CostModel
@@ -168,7 +168,7 @@ class DraftPlanner:
             good_for = max(good_for, seldom + min(seldom, too_early))
         of_model = not (plan.is_trial or plan.lookups)
         left_by = arrival if of_model and not plan.is_provisional else None
-        self._standing = StandingPlan(list(sequences), plan, 0, good_for, left_by)
+        self._standing = StandingPlan(list(sequences), plan, 0, good_for, left_by, self._standing.decided)
         self._standing.num_unsettled = max(0, num_unsettled - (not plan.is_trial))
         if of_model and not self._standing.drafts and self._looks_back:
             self._standing.looks_every = self._looks_in()

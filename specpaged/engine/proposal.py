@@ -127,7 +127,15 @@ def propose(step: SpeculativeStep, scored: ScoredStep, reserve: Reserve) -> Nois
 def prepare(step: SpeculativeStep, scored: ScoredStep, reserve: Reserve) -> Proposal | None:
     """What to ask the drafter for, with slots for it; None for nothing."""
     going_on = [e.sequence for e in scored.entries if e.samples and not e.sequence.has_ended]
-    plan, counts = _plan(step, going_on, reserve, scored.num_rounds)
+    lacking = [
+        entry.sequence
+        for entry in scored.entries
+        if entry.sequence in scored.hidden_states and lacks_hidden_states(entry, scored.rounds is not None)
+    ]
+    if step.agree is None:
+        for sequence in lacking:  # for good
+            sequence.max_draft_tokens = 0
+    plan, counts = _plan(step, going_on, lacking, reserve, scored.num_rounds)
     looking = [going_on[i] for i in plan.looks_back if not counts[i]]
     glancing = {going_on[i] for i in plan.glances}
     drafts_nothing = not (any(counts) or any(plan.lookups) or looking)
@@ -147,10 +155,6 @@ def prepare(step: SpeculativeStep, scored: ScoredStep, reserve: Reserve) -> Prop
     rows: list[DraftRow] = []
     for entry in scored.entries:
         sequence = entry.sequence
-        # For good; but ranks have to agree on who may draft, and take the first one's drafts whoever lacks some.
-        may_differ = sequence in scored.hidden_states and step.agree is None
-        if may_differ and lacks_hidden_states(entry, scored.rounds is not None):
-            sequence.max_draft_tokens = 0
         looks = sequence in looking_idx
         if looks and sequence in lookups:  # its drafts, if any, and what it looks back at are two rows
             rows.append(DraftRow(sequence, (), 0, (), 0, request_idx[sequence], lookup=lookups.pop(sequence)))
@@ -192,9 +196,16 @@ def _sampling(step: SpeculativeStep, requests: SequenceOf[SamplingRequest]) -> S
 
 
 def _plan(
-    step: SpeculativeStep, going_on: SequenceOf[Sequence], reserve: Reserve, num_rounds: int
+    step: SpeculativeStep,
+    going_on: SequenceOf[Sequence],
+    lacking: SequenceOf[Sequence],
+    reserve: Reserve,
+    num_rounds: int,
 ) -> tuple[Plan, list[int]]:
-    """How deep to draft for each sequence that goes on: as the planner of the first rank says, as far as slots go."""
+    """How deep to draft for each sequence that goes on: as the planner of the first rank says, as far as slots go.
+
+    Ranks have to agree on who drafts: those of which the first one is `lacking` hidden states do not, the others do.
+    """
     combined = step.drafter if isinstance(step.drafter, CombinedDrafter) else None
     if step.planner is None:
         counts = reserve(going_on, None)
@@ -207,8 +218,11 @@ def _plan(
     if step.agree is not None and going_on:
         most = [0 if choice is None else choice.num_tokens for choice in plan.lookups]
         looks_back, glances = list(plan.looks_back), list(plan.glances)
+        able = [
+            0 if sequence in lacking else count for sequence, count in zip(going_on, plan.num_draft_tokens, strict=True)
+        ]
         counts, looks_back, glances, most, (tries_rows,) = step.agree(
-            [plan.num_draft_tokens, looks_back, glances, most, [int(plan.tries_rows)]]
+            [able, looks_back, glances, most, [int(plan.tries_rows)]]
         )
         lookups = [combined.choice(*of) for of in zip(most, counts, strict=True)] if any(most) else ()
         plan = Plan(counts, looks_back, glances=glances, lookups=lookups, tries_rows=bool(tries_rows))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
+from specpaged.engine.candidate import Arrival, draft_lag, num_left
 from specpaged.engine.sequence import Sequence
 from specpaged.speculation.controller import Plan
 from specpaged.speculation.lookup_choice import LookupChoice
@@ -18,20 +18,6 @@ from specpaged.speculation.lookup_choice import LookupChoice
 _UNSETTLED, _OF_FEW = 3, 4
 _OF_MANY = 8  # sequences, one of which is to have turned for a plan to end: one of more is few, or chance
 _MOST_HEIRS = 15  # that follow, one after another, what was planned for another one
-
-
-class Arrival(NamedTuple):
-    """How a sequence has come that is alone, and of whose drafts nothing is known."""
-
-    lag: int  # tokens that its drafter has not run
-    num_left: float  # tokens that may still come
-    kind: Hashable = None  # all else that plans go by
-
-    def would_be_planned(self, plan: Plan) -> bool:
-        """Whether it would draft, or not, as one of its kind does by the plan."""
-        if plan.lag_repaid is None:
-            return True
-        return (self.lag <= plan.lag_repaid * self.num_left) == any(plan.num_draft_tokens)
 
 
 @dataclass(slots=True)
@@ -47,6 +33,7 @@ class StandingPlan:
     age: int = 0  # steps since it was made
     good_for: int = 0  # steps that it is followed for
     arrival: Arrival | None = None  # of whom it was made for
+    decided_before: SequenceOf[int] = ()  # drafts of those whom the plan before was for
     again: Plan = field(init=False)  # in the steps behind its first one, which alone looks back
     lasts: int = field(init=False)  # steps, for each of those whom it is left to
     num_heirs: int = 0
@@ -66,6 +53,11 @@ class StandingPlan:
     def drafts(self) -> bool:
         """Whether there is anything to draft in it."""
         return any(self.plan.num_draft_tokens) or any(self.plan.lookups)
+
+    @property
+    def decided(self) -> SequenceOf[int]:
+        """The drafts of each, by the last plan that was no trial."""
+        return self.decided_before if self.plan.is_trial else self.plan.num_draft_tokens
 
     @property
     def num_left(self) -> int:
@@ -100,11 +92,15 @@ class StandingPlan:
 
     def still_unsettled(self, sequences: SequenceOf[Sequence], plan: Plan) -> int:
         """Of the plans that are to be provisional, how many are left with this new one: none, if those whom this was
-        for are to draft as much as before. If a text has turned, it is no matter.
+        for are to draft as much as before. If a text has turned, it is no matter. A trial says nothing.
         """
-        if not self.num_unsettled or sequences != self.sequences or not any(plan.num_draft_tokens):
-            return self.num_unsettled
-        return 0 if list(plan.num_draft_tokens) == list(self.plan.num_draft_tokens) else self.num_unsettled
+        is_settled = (
+            not plan.is_trial
+            and sequences == self.sequences
+            and any(plan.num_draft_tokens)
+            and list(plan.num_draft_tokens) == list(self.decided)
+        )
+        return 0 if is_settled else self.num_unsettled
 
     def is_left_to(self, sequence: Sequence, arrival: Arrival) -> bool:
         """Whether who has come so, alone, is to follow what it followed who is gone; from now on it is one for it."""
@@ -115,6 +111,12 @@ class StandingPlan:
         self.num_heirs += 1
         self.good_for = self.age + self.lasts
         return True
+
+    def _most_drafts(self, sequence: Sequence) -> int:
+        """That one may have who comes: none, if it is not repaid to catch up for them."""
+        lag_repaid = self.plan.lag_repaid
+        catches_up = lag_repaid is None or lag_repaid.repays(draft_lag(sequence), num_left(sequence))
+        return sequence.max_draft_tokens if catches_up else 0
 
     def _takes_along(self, num_new: int, num_seqs: int) -> bool:
         """Whether so many more, of so many, may do as the others: nobody has been asked about them."""
@@ -144,20 +146,19 @@ class StandingPlan:
             self.sequences, self.plan = list(sequences), Plan([0] * len(sequences), num_steps=plan.num_steps)
             self.again = self.plan
             return True
-        models = list(sequences)  # of each, whose drafts it has: its own, or of who comes the middle one's
+        models, most = list(sequences), {}  # of each, whose drafts it has: its own, or of who comes the middle one's
         if new:
             usual = sorted(self.sequences, key=counts.__getitem__)[len(self.sequences) // 2]
-            may_do_so = [
-                sequence not in counts and sequence.max_draft_tokens >= counts[usual] for sequence in sequences
-            ]
-            models = [usual if may else sequence for may, sequence in zip(may_do_so, sequences, strict=True)]
-        kept = without_rule = [counts.get(model, 0) for model in models]
+            most = {sequence: self._most_drafts(sequence) for sequence in new}
+            models = [usual if sequence in most else sequence for sequence in sequences]
+        planned = [counts[model] for model in models]
+        kept = without_rule = _at_most(planned, sequences, most)
         stop_rule = plan.stop_rule
         if stop_rule is not None:
             row_of = {sequence: row for row, sequence in enumerate(filter(counts.get, self.sequences))}
-            stop_rule = stop_rule.of_rows([row_of[model] for model in models if model in row_of])
+            stop_rule = stop_rule.of_rows([row_of[model] for model, count in zip(models, kept, strict=True) if count])
             counts = dict(zip(self.sequences, plan.without_rule, strict=True))
-            without_rule = [counts.get(model, 0) for model in models]
+            without_rule = _at_most([counts[model] for model in models], sequences, most)
         lookups: SequenceOf[LookupChoice | None] = ()
         if plan.lookups:
             choices = dict(zip(self.sequences, plan.lookups, strict=True))
@@ -173,3 +174,8 @@ class StandingPlan:
             lookups=lookups,
         )
         return True
+
+
+def _at_most(counts: SequenceOf[int], sequences: SequenceOf[Sequence], most: Mapping[Sequence, int]) -> list[int]:
+    """The drafts of each, of whom some may have so many."""
+    return [min(count, most.get(sequence, count)) for count, sequence in zip(counts, sequences, strict=True)]

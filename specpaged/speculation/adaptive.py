@@ -31,7 +31,7 @@ _ADVANCE = 0.25  # of its share of a plain step, for a new request, of which not
 # as what passes take is in doubt, more.
 _TO_BEGIN, _TO_GO_ON = 0.05, 0.02
 _DOUBT_TO_BEGIN, _DOUBT_TO_GO_ON = 1 / 3, 1 / 6  # standard deviations
-_HEARD = 2  # steps of a trial, the second of which is the first one that is told
+_HEARD = 2  # steps that a trial has to have come to: of drafts, the first of them is not told
 _EARLY = 0.4  # divided by the square root of the number of outcomes
 _SOON = 4  # steps that a plan is good for, which is to find out what comes of some requests' drafts
 _TOLD_APART = 0.6  # in logits: of less spread, evidence says too little to stop a proposal by
@@ -89,6 +89,8 @@ class AdaptiveController(MeasuringController):
             self.looks.advance(looking / LOOKING * _ADVANCE * num_new / len(candidates) * plain_seconds)
         counts, rate, deepest, stop_rule, lag_repaid = self._decided(candidates, logits)
         was_drafting, self._is_drafting = self._is_drafting, any(counts)
+        if self._is_drafting:
+            self.trials.drafts_are_made()
         if was_drafting and self._is_drafting and self.is_timed and not self.costs.overlaps:
             speed, expected = rate * plain_seconds / len(candidates), partial(self._expected, candidates, logits)
             proposal_seconds = self.costs.proposal_of_round(len(candidates))
@@ -191,20 +193,16 @@ class AdaptiveController(MeasuringController):
             return self._decide(candidates, logits)
         (candidate,) = candidates
         key = self._is_drafting, logits[0], candidate.most, candidate.context_len // ALIKE, self.costs.way
-        decision = self.decisions.of(key, lambda: self._decide_alone(candidate, logits))
-        if self.repayment.is_repaid(candidate, decision.lag_repaid):
+        # As if its drafter had run all of it.
+        decision = self.decisions.of(key, lambda: self._decide([replace(candidate, lag=1)], logits))
+        lag_repaid = decision.lag_repaid
+        if lag_repaid is None or lag_repaid.repays(candidate.lag, candidate.num_left):
             return decision
-        return Decision([0], 0.0, [0], None, decision.lag_repaid)
-
-    def _decide_alone(self, candidate: Candidate, logits: Sequence[float]) -> Decision:
-        """As if its drafter had run all of it, and how far behind it may be for that."""
-        decision = self._decide([replace(candidate, lag=1)], logits)
-        selection = Selection(decision.counts, decision.tokens_per_second)
-        lag_repaid = self.repayment.lag_repaid(selection, self._plain_seconds_beaten(1))
-        return decision._replace(lag_repaid=lag_repaid)
+        return Decision([0], 0.0, [0], None, lag_repaid)
 
     def _decide(self, candidates: Sequence[Candidate], logits: Sequence[float]) -> Decision:
-        counts, rate = self._worthwhile(candidates, logits)
+        counts, rate = selection = self._worthwhile(candidates, logits)
+        lag_repaid = self.repayment.lag_repaid(selection, self._plain_seconds_beaten(len(candidates)))
         deepest, stop_rule = counts, None
         if any(counts) and self.by_evidence and self.stops:
             tells = self.acceptance.spread > _TOLD_APART
@@ -212,7 +210,7 @@ class AdaptiveController(MeasuringController):
                 deepest = self._deeper(candidates, counts)
             if tells or self.selecting.pays:
                 stop_rule = self._stop_rule(candidates, counts, deepest, rate)
-        return Decision(counts, rate, deepest, stop_rule)
+        return Decision(counts, rate, deepest, stop_rule, lag_repaid)
 
     def _worthwhile(self, candidates: Sequence[Candidate], logits: Sequence[float]) -> Selection:
         """The drafts that promise most, of those who need not catch up, or for whom that is repaid."""

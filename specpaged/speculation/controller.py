@@ -11,6 +11,7 @@ from typing_extensions import override
 from specpaged.speculation.cost_model import CostModel
 from specpaged.speculation.lookup_choice import LookupChoice
 from specpaged.speculation.pass_seconds import PassShape
+from specpaged.speculation.repaid_lag import RepaidLag
 from specpaged.speculation.stop_rule import StopRule
 
 GLANCE = 16  # tokens
@@ -50,9 +51,8 @@ class Plan:
     # Of each candidate, when it takes what a lookup beside the model finds, in place of those drafts; none: never.
     lookups: Sequence[LookupChoice | None] = ()
     glances: Sequence[int] = ()  # of those it looks back at, whose last GLANCE tokens are all that the drafter reads
-    # Of one candidate alone: the tokens that its drafter may have to catch up with, for each that may still come; with
-    # more, it has no drafts. None: that is no reason.
-    lag_repaid: float | None = None
+    # What a drafter may have to catch up with: of who lags by more, there are no drafts. None: that is no reason.
+    lag_repaid: RepaidLag | None = None
     takes_newcomers: bool = False  # who comes may have as many drafts as the others: requests are alike
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
+from specpaged.speculation.repaid_lag import RepaidLag
 from specpaged.speculation.stop_rule import StopRule
 
 ALIKE = 256  # tokens of context, of sequences for which the same is decided
@@ -18,7 +19,7 @@ class Decision(NamedTuple):
     tokens_per_second: float
     deepest: list[int]
     stop_rule: StopRule | None
-    lag_repaid: float | None = None  # of one alone: what its drafter may have to catch up with, for each token to come
+    lag_repaid: RepaidLag | None = None  # what a drafter may have to catch up with, so that it has any
 
 
 class Decisions:

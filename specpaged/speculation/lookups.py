@@ -45,6 +45,7 @@ class LookupController(AdaptiveController):
         price = TRY_STEPS * self.costs.proposal_of_round(num_seqs)
         if could_pay and (pays or self.worth.tries(price)):
             good_for = self.length.of(most) if pays else TRY_STEPS
+            self.trials.drafts_are_made()
             return Plan(most, (), self._lookup_rule(candidates), most, good_for, is_provisional=not pays)
         trial = None if self.follows else self._trial_of_rows(candidates, num_steps * plain_seconds)
         if trial is not None:

@@ -80,15 +80,16 @@ class PassErrors:
             if _are_alike(num_rows, self._suspected):
                 self._undoing = math.nan
         self._ordinary = num_rows
-        gain = with_pace / variance
+        gain, last = with_pace / variance, len(self._covariance) - 1
         self.drift += gain * innovation
         self._pace -= gain * with_pace
         self._with_pace = [c - gain * other for c, other in zip(self._with_pace, with_errors, strict=True)]
         for node, (row, of_error) in enumerate(zip(self._covariance, with_errors, strict=True)):
             gain = of_error / variance
             row[:] = [c - gain * other for c, other in zip(row, with_errors, strict=True)]
-            row[node] += _FADES**2
-        self._covariance[-1][-1] += _KV_FADES**2 - _FADES**2
+            error, fades = (_KV_ERROR, _KV_FADES) if node == last else (_ERROR, _FADES)
+            if row[node] < error**2:  # what is never seen is as uncertain as at first, and no more
+                row[node] += fades**2
         found = [of_error / variance * innovation for of_error in with_errors]
         self.passes.move([found[i] + weight * (found[i + 1] - found[i]) for i, weight in self._places], found[-1])
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from specpaged.speculation.controller import Candidate
 from specpaged.speculation.cost_model import CostModel
+from specpaged.speculation.repaid_lag import NEAR, RepaidLag
 from specpaged.speculation.selection import Selection
 
-_NEAR = 4  # tokens: catching up with so few is part of any proposal
 _WITHIN = 128  # tokens at most
 # Of the tokens that may still come, those that will, as long as nothing is known, and requests that say so; and how
 # many say what it is from then on.
@@ -32,21 +32,16 @@ class Repayment:
         """Of each, whether its tokens that are to come gain more by drafting than it takes to catch up before: beside
         plain steps of so many seconds.
         """
-        if not any([count and c.lag > _NEAR for c, count in zip(candidates, selection.counts, strict=True)]):
+        if not any([count and c.lag > NEAR for c, count in zip(candidates, selection.counts, strict=True)]):
             return [True] * len(candidates)
         most = self.lag_repaid(selection, plain_seconds)
-        return [self.is_repaid(c, most) for c in candidates]
+        return [most is None or most.repays(c.lag, c.num_left) for c in candidates]
 
-    def lag_repaid(self, selection: Selection, plain_seconds: float) -> float:
-        """The tokens that one of them may have to catch up with, for each that may still come; 0 without drafts."""
+    def lag_repaid(self, selection: Selection, plain_seconds: float) -> RepaidLag | None:
+        """What one of them may have to catch up with; None where nobody drafts, however little that is."""
         if not any(selection.counts):
-            return 0.0
+            return None
         gained = plain_seconds / len(selection.counts) - 1.0 / selection.tokens_per_second
         catching_up = self.costs.drafting.per_row_behind  # in the first pass
-        return self._will_come * gained / catching_up if catching_up > 0 else math.inf
-
-    def is_repaid(self, candidate: Candidate, lag_repaid: float) -> bool:
-        """Whether it may catch up, as `lag_repaid` says."""
-        most = _WITHIN / self._will_come  # tokens
-        num_left = most if candidate.num_left is None else min(most, candidate.num_left)
-        return candidate.lag <= max(_NEAR, lag_repaid * num_left)
+        per_token = self._will_come * gained / catching_up if catching_up > 0 else math.inf
+        return RepaidLag(per_token, _WITHIN / self._will_come)

@@ -95,7 +95,6 @@ class Trials:
         `proposal_seconds` beside its passes. What plain steps take beside theirs may be in doubt: then a few trials
         come soon, none of whose steps draft. And where a neighbour may have come and gone with one, the next is soon.
         """
-        self._num_seqs = 0  # whose drafts end has nothing to be compared with at first
         octave = octave_of(len(counts))
         if rest_doubt < _REST_DOUBT or self._num_in_doubt[octave] >= _MOST_IN_DOUBT:
             rest_doubt = 0.0
@@ -122,8 +121,12 @@ class Trials:
             return self._more(counts, *expected(), proposal_seconds)
         return None
 
+    def drafts_are_made(self) -> None:
+        """The next plain steps have nothing to be compared with at first."""
+        self._num_seqs = 0
+
     def was_cut_short(self, num_steps: int) -> None:
-        """Of the last one nothing was heard: the sequences have changed behind so many steps."""
+        """Of the last one too little was heard: the sequences have changed behind so many steps."""
         if self._last is None:  # it was one of rows, and has taken as much of its price
             self._credit = max(self._credit, self._price * (1.0 - num_steps / ROWS_TRIAL_STEPS))
         else:

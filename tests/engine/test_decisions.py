@@ -201,13 +201,18 @@ def test_ranks_that_plan_unlike_one_another_all_do_what_the_first_one_has_planne
     assert any(tries == [1] and any(counts) and not looks for counts, looks, _, _, tries in plans), "none tried rows"
 
 
+@pytest.mark.parametrize("first_fails", [False, True])
 @pytest.mark.parametrize("k", [2, "auto"])
-def test_ranks_of_which_one_has_failed_to_draft_draft_for_the_same_ones(target, heads, k):
-    """With heads, which from then on lack hidden states there; it is told what the first one has said."""
+def test_ranks_of_which_one_has_failed_to_draft_draft_for_the_same_ones(target, heads, k, first_fails):
+    """With heads, which from then on lack hidden states there; it is told what the first one has said.
+
+    Of those whose states the first one lacks, nobody is asked for drafts that it could not add its own to.
+    """
     prompts = toys.prompts(3, seed=2)
     expected = token_ids(generate(plain_llm(target), prompts, PARAMS[0]))
     agreed = []
-    for fails in (False, True):
+    for is_first in (True, False):
+        fails = is_first == first_fails
         llm, heard = heads_llm(target, "eagle3", heads["eagle3"], k), iter(agreed)
         step = llm.engine.speculative_step
         if k == "auto":
@@ -221,14 +226,16 @@ def test_ranks_of_which_one_has_failed_to_draft_draft_for_the_same_ones(target, 
             return honest(*args)
 
         step.drafter.propose = propose
-        if fails:
-            step.agree = lambda said, heard=heard: [of for _, of in zip(said, next(heard), strict=True)]
-        else:
+        if is_first:
             step.agree = lambda said: agreed.append([list(of) for of in said]) or agreed[-1]
+        else:
+            step.agree = lambda said, heard=heard: [of for _, of in zip(said, next(heard), strict=True)]
         assert token_ids(generate(llm, prompts, PARAMS[0])) == expected
         assert (llm.metrics.failed_steps, llm.metrics.failed_proposals) == (0, fails)
     assert next(heard, None) is None
     assert len(agreed) > 8
+    plans = [said for said in agreed if len(said) == 5]  # of "auto" alone
+    assert any(any(counts) for counts, *_ in plans[2:]) != first_fails or k == 2
 
 
 @pytest.mark.parametrize("method", ["draft_model", "ngram"])

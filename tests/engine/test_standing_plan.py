@@ -1,10 +1,14 @@
 """A plan holds for those whom it is for, as long as it is good."""
 
+from types import SimpleNamespace
+
 import pytest
 
-from specpaged.engine.standing_plan import Arrival, StandingPlan
+from specpaged.engine.candidate import Arrival
+from specpaged.engine.standing_plan import StandingPlan
 from specpaged.speculation.controller import Plan
 from specpaged.speculation.lookup_choice import LookupChoice
+from specpaged.speculation.repaid_lag import RepaidLag
 from specpaged.speculation.stop_rule import StopRule
 
 
@@ -50,8 +54,11 @@ def test_a_plan_ends_when_a_part_of_its_texts_has_turned(num_seqs, fewest):
 class Newcomer:
     """As much of a sequence as is asked of who has not been planned for."""
 
-    def __init__(self, max_draft_tokens: int = 8):
+    def __init__(self, max_draft_tokens: int = 8, lag: int = 1, max_tokens: int | None = None):
         self.max_draft_tokens = max_draft_tokens
+        self.num_tokens, self.output_token_ids = lag, [0]
+        self.page_table = SimpleNamespace(context_lens=[lag, 0], draft_lag=lambda num_tokens: num_tokens)
+        self.params = SimpleNamespace(max_tokens=max_tokens)
 
 
 def test_a_few_that_come_to_many_who_draft_do_as_most_of_those_until_they_are_a_part_of_them():
@@ -67,10 +74,38 @@ def test_a_few_that_come_to_many_who_draft_do_as_most_of_those_until_they_are_a_
     assert not standing.holds_for(["a", new, *"cdefg", Newcomer()]), "two of eight"
     many = StandingPlan(list("abcdefgh"), Plan(counts), 0, 99)
     assert many.holds_for([*"abcdefgh", modest])
-    assert many.plan.num_draft_tokens == [*counts, 0], "a request's own maximum"
+    assert many.plan.num_draft_tokens == [*counts, 1], "a request's own maximum"
     assert many.holds_for([*"abcdefgh", modest, new])
-    assert many.plan.num_draft_tokens == [*counts, 0, 2]
+    assert many.plan.num_draft_tokens == [*counts, 1, 2]
     assert not many.holds_for([*"abcdefgh", modest, new, third])
+
+
+def test_who_comes_to_others_that_draft_does_not_where_it_is_not_repaid_to_catch_up_and_has_no_more_than_it_may():
+    rule = StopRule(1.0, [0.0], [float(i) for i in range(8)], [0.5] * 8, row_tokens=0.1, pass_tokens=0.2)
+    plan = Plan([6] * 8, (), rule, [5] * 8, takes_newcomers=True, lag_repaid=RepaidLag(0.5, 120))
+    for newcomer, num_drafts, of_rows in (
+        (Newcomer(lag=60), 6, [*range(8), 4]),
+        (Newcomer(lag=61), 0, range(8)),
+        (Newcomer(lag=45, max_tokens=91), 6, [*range(8), 4]),
+        (Newcomer(lag=46, max_tokens=91), 0, range(8)),
+        (Newcomer(3, lag=60), 3, [*range(8), 4]),
+    ):
+        standing = StandingPlan(list("abcdefgh"), plan, 0, 99)
+        assert standing.holds_for([*"abcdefgh", newcomer])
+        assert standing.plan.num_draft_tokens == [6] * 8 + [num_drafts]
+        assert standing.plan.without_rule == [5] * 8 + [min(5, num_drafts)]
+        assert standing.plan.stop_rule.leads == list(map(float, of_rows))
+
+
+def test_a_trial_does_not_settle_what_a_text_that_has_turned_is_to_have():
+    standing = StandingPlan(["a"], Plan([4]), 0, 9)
+    standing.ends_with_turn()
+    assert standing.still_unsettled(["a"], Plan([4], is_trial=True)) == 3
+    trial = StandingPlan(["a"], Plan([2], is_trial=True), 0, 4, None, standing.decided)
+    trial.num_unsettled = 3
+    assert trial.still_unsettled(["a"], Plan([2])) == 3, "fewer than before the trial"
+    assert trial.still_unsettled(["a"], Plan([4])) == 0
+    assert StandingPlan(["a"], Plan([2], is_trial=True), 0, 4, None, trial.decided).decided == [4]
 
 
 @pytest.mark.parametrize(
@@ -121,9 +156,10 @@ def test_a_plan_for_one_alone_is_left_to_some_that_come_like_it():
 
 @pytest.mark.parametrize("num_drafts", [3, 0])
 def test_who_would_be_planned_otherwise_than_whom_a_plan_was_for_does_not_follow_it(num_drafts):
-    """With half a token to catch up with for each that may come, it drafts; with more, it does not."""
-    plan = Plan([num_drafts], lag_repaid=0.5)
-    repaid, too_far = [Arrival(40, 100), Arrival(50, 100), Arrival(40, 80)], [Arrival(51, 100), Arrival(40, 79)]
+    """With half a token to catch up with for each that may come, of 120 at most, it drafts; with more, it does not."""
+    plan = Plan([num_drafts], lag_repaid=RepaidLag(0.5, 120))
+    repaid = [Arrival(40, 100), Arrival(50, 100), Arrival(40, 80), Arrival(60, 999), Arrival(60, None), Arrival(4, 1)]
+    too_far = [Arrival(51, 100), Arrival(40, 79), Arrival(61, 999), Arrival(61, None), Arrival(5, 1)]
     alike, others = (repaid, too_far) if num_drafts else (too_far, repaid)
     for arrival in alike:
         assert stands_for_one_alone(alike[0], plan).is_left_to("b", arrival)

@@ -95,16 +95,26 @@ def test_texts_that_turn_again_and_again_are_followed(draft, num_seqs):
     assert simulate(draft, turning, num_seqs).tokens_per_second(4000) >= max(fixed)
 
 
-def test_what_a_plan_for_one_alone_says_of_lags_is_what_would_be_planned():
-    def plan_of(lag, num_left=100):
-        controller = knowing(AdaptiveController(costs(0.15)))
-        return controller.plan([Candidate("a", 8, lag, 0, 500, num_left)])
+@pytest.mark.parametrize("num_left", [20, 100, 4000, None])
+@pytest.mark.parametrize("num_seqs", [1, 6])
+def test_what_a_plan_says_of_lags_is_what_would_be_planned(num_left, num_seqs):
+    """Of one alone, and of each of several that are alike but for that."""
 
-    most = plan_of(1).lag_repaid * 100
-    assert 8 < most < 10**6
-    assert any(plan_of(int(0.98 * most)).num_draft_tokens)
-    assert not any(plan_of(int(1.02 * most) + 1).num_draft_tokens)
-    assert plan_of(int(1.02 * most) + 1).lag_repaid * 100 == pytest.approx(most)
+    def plan_of(lag):
+        controller = knowing(AdaptiveController(costs(0.05)))
+        others = [Candidate(i, 8, 1, 0, 500, num_left) for i in range(1, num_seqs)]
+        return controller.plan([Candidate(0, 8, lag, 0, 500, num_left), *others])
+
+    most = plan_of(1).lag_repaid
+    lags = [1, 4, *(round(1.1**i) for i in range(20, 140))]
+    repaid = [most.repays(lag, num_left) for lag in lags]
+    assert len(set(repaid)) == 2
+    is_close = [most.repays(round(0.97 * lag), num_left) != most.repays(round(1.03 * lag), num_left) for lag in lags]
+    for lag, repays, close in zip(lags, repaid, is_close, strict=True):
+        plan = plan_of(lag)
+        assert (plan.num_draft_tokens[0] > 0) == repays or close
+        if num_seqs == 1:
+            assert plan.lag_repaid == most
 
 
 def test_who_is_too_far_behind_is_glanced_at_once_for_each_half_of_a_glance():

@@ -185,6 +185,18 @@ def test_what_kv_takes_is_told_from_what_rows_take(log_slower):
     assert max(wrong) < 0.12
 
 
+def test_what_has_not_been_seen_for_long_is_as_uncertain_as_at_first_and_no_more():
+    """20,000 passes of one row that read next to no KV; then one that reads much takes 2.2 times as long, by chance."""
+    errors = PassErrors(PassSeconds(NODES, [1 + 0.05 * n for n in NODES], per_sequence=0.03))
+    rng, doubt = random.Random(0), errors.doubt(64, 1)
+    for _ in range(20_000):
+        errors.observe(1, rng.gauss(0, 0.05))
+    assert doubt / 1.05 < errors.doubt(64, 1) < 1.05 * doubt
+    per_sequence = errors.passes.per_sequence
+    errors.observe(8, math.log(2.2), 0.7, 0.3)
+    assert errors.passes.per_sequence == per_sequence
+
+
 def test_more_rows_than_the_table_has_are_as_its_last_ones():
     errors = PassErrors(PassSeconds([1, 5], [1.0, 2.0]))
     errors.observe(100, 0.3)

@@ -6,6 +6,7 @@ import pytest
 
 from specpaged.speculation.adaptive import AdaptiveController
 from specpaged.speculation.controller import Candidate
+from specpaged.speculation.lookups import LookupController
 from specpaged.speculation.selection import select
 from specpaged.speculation.step_times import StepTimes
 from specpaged.speculation.trials import TRIAL_STEPS, Trials
@@ -167,6 +168,22 @@ def test_a_controller_takes_a_trial_to_be_cut_short_if_it_is_asked_again_before_
         assert bool(cut) == num_cut
 
 
+@pytest.mark.parametrize("controller", [AdaptiveController(costs(0.15)), LookupController(costs(None))], ids=type)
+def test_a_controller_says_when_drafts_are_made(controller):
+    """So that no trial is in advance right behind them."""
+    candidates = [Candidate(i, 8) for i in range(4)]
+    told = []
+    controller.trials.drafts_are_made = lambda: told.append(None)
+    for i in range(40):
+        num_told = len(told)
+        plan = controller.plan(candidates, 8)
+        drafts = (any(plan.num_draft_tokens) or plan.is_trial) and not plan.tries_rows  # or would, but for a trial
+        assert (len(told) > num_told) == drafts
+        for candidate in candidates:
+            controller.observe_drafts(candidate.sequence, 3, int(i % 2), [2.0] * 4)
+    assert told
+
+
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_among_halves_where_nobody_listens_no_trial_is_asked_for(overlaps):
     controller = knowing(AdaptiveController(costs(0.15)))
@@ -213,7 +230,7 @@ def test_rows_are_tried_once_in_each_octave_and_then_when_there_is_time_as_long_
     assert next_rows(16, 2.5) == [2, 1] * 8
     assert sum(next_rows(4, 2.0) is not None for _ in range(100)) in (29, 30, 31)  # 6 ms each, behind the first one
     assert next_rows(64, 0.0) is None
-    trials.next([1] * 8, 9.0, 1, lambda: expected(9.0, 8))
+    trials.drafts_are_made()
     assert next_rows(64, 0.0) is None, "behind drafts there is nothing to compare with"
     assert next_rows(64, 0.0) is not None
     num_asked = len(asked)
