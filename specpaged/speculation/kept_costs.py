@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-VERSION = 37  # of what is kept: nothing of another one is taken
+VERSION = 38  # of what is kept: nothing of another one is taken
 # Besides the passes, until it has been seen: of a step and each of its sequences, of a proposal and each of those.
 FIRST_GUESS = {
     "seconds_per_step": 7e-5,

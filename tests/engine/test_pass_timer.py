@@ -201,6 +201,27 @@ def test_who_was_in_the_way_once_is_not_what_it_takes(measured):
     assert Shape(1, 3) in timer.quick(0.25)
 
 
+@pytest.mark.parametrize("times_in_the_way", [0, 1, 2])
+@pytest.mark.parametrize("num_rows", [64, 128, 256])
+def test_a_pass_of_many_rows_that_takes_longer_than_many_of_a_few_is_timed_again(num_rows, times_in_the_way):
+    """Once: who takes as long then does so."""
+    in_the_way, num_runs = times_in_the_way, Counter()
+
+    def run(rows):
+        nonlocal in_the_way
+        of_pass = sum(len(row.token_ids) for row in rows)
+        num_runs[of_pass] += rows[0].context_len == 0
+        is_slow = of_pass == num_rows and rows[0].context_len == 0 and in_the_way > 0
+        in_the_way -= is_slow
+        return 1e-3 * (1.0 + 0.05 * of_pass) * (25.0 if is_slow else 1.0)
+
+    timer = PassTimer(runner_of(), 256, run)
+    timer.begin(lambda: 1e9)
+    usual = 1e-3 * (1.0 + 0.05 * num_rows)
+    assert timer.seconds[Shape(1, num_rows)] == pytest.approx(usual * (25.0 if times_in_the_way == 2 else 1.0))
+    assert num_runs[num_rows] == 1 + (times_in_the_way > 0)
+
+
 def test_passes_of_very_many_rows_are_timed_once(measured):
     assert max(shape.num_rows for shape in measured().quick(1e9)) == 128
 
