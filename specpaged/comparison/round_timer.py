@@ -55,7 +55,8 @@ class RoundTimer:
         self.prompts = [list(prompt[-room:]) for prompt in prompts]
 
     def round_seconds(self, batch_size: int, most_rounds: int, budget: float) -> list[float] | None:
-        """[K] seconds of a round of `batch_size` sequences, K = 0 first: medians of means, over some `budget` seconds.
+        """[K] seconds of a round of `batch_size` sequences, K = 0 first: medians of means, of what is timed in `budget`
+        seconds; once, however long that takes.
 
         A round in which prompt lookup finds nothing takes far less than others: of both there is a share in the mean.
 
@@ -70,9 +71,10 @@ class RoundTimer:
         step.planner, step.call_length = None, CallLength(min(FEW, most_rounds))
         forwards: dict[int, list[float]] = {depth: [] for depth in DEPTHS}
         backwards: dict[int, list[float]] = {depth: [] for depth in DEPTHS}
-        start = self.clock()
+        start, num_times = self.clock(), 0
         try:
-            while not forwards[0] or self.clock() - start < budget:
+            while not num_times or (self.clock() - start) * (num_times + 1) / num_times <= budget:
+                num_times += 1
                 for depths, seconds in ((DEPTHS, forwards), (DEPTHS[::-1], backwards)):
                     if not self._sweep(batch_size, depths, seconds):
                         return None

@@ -90,6 +90,21 @@ def test_contexts_that_grow_make_no_depth_dearer(toy_pair):
     assert min(found) > 100
 
 
+def test_no_more_is_timed_than_there_is_time_for(toy_pair):
+    """But once, however long that takes."""
+
+    def spent(budget):
+        llm = llm_of(toy_pair)
+        known = KnownTimes(llm.engine, seconds_of)
+        RoundTimer(llm.engine, PROMPTS, ENDLESS, known.clock).round_seconds(2, 4, budget)
+        return known.now
+
+    once = spent(0.0)
+    assert once > 1000
+    for times in (0.5, 1.9, 3.5):
+        assert max(1.0, times) - 1.1 < spent(times * once) / once <= max(1.0, times)
+
+
 def test_plain_rounds_are_timed_without_a_drafter(toy_pair):
     llm = llm_of(toy_pair)
     known = KnownTimes(llm.engine, seconds_of)
