@@ -12,7 +12,7 @@ from specpaged.engine.cost_probe import probe
 from specpaged.speculation.cost_model import CostModel
 
 PROBE_SECONDS = 6.0
-ROUND_SECONDS = 14.0  # of every batch size, for rounds as the engine runs them, and for single ones
+ROUND_SECONDS = 10.0  # of every batch size, for rounds as the engine runs them, and for single ones
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
