@@ -127,11 +127,10 @@ def propose(step: SpeculativeStep, scored: ScoredStep, reserve: Reserve) -> Nois
 def prepare(step: SpeculativeStep, scored: ScoredStep, reserve: Reserve) -> Proposal | None:
     """What to ask the drafter for, with slots for it; None for nothing."""
     going_on = [e.sequence for e in scored.entries if e.samples and not e.sequence.has_ended]
-    lacking = [
-        entry.sequence
-        for entry in scored.entries
-        if entry.sequence in scored.hidden_states and lacks_hidden_states(entry, scored.rounds is not None)
-    ]
+    lacking: list[Sequence] = []
+    if scored.hidden_states:
+        reading = [entry for entry in scored.entries if entry.sequence in scored.hidden_states]
+        lacking = [entry.sequence for entry in reading if lacks_hidden_states(entry, scored.rounds is not None)]
     if step.agree is None:
         for sequence in lacking:  # for good
             sequence.max_draft_tokens = 0

@@ -38,8 +38,10 @@ class Repayment:
         return [most is None or most.repays(c.lag, c.num_left) for c in candidates]
 
     def lag_repaid(self, selection: Selection, plain_seconds: float) -> RepaidLag | None:
-        """What one of them may have to catch up with; None where nobody drafts, however little that is."""
-        if not any(selection.counts):
+        """What one of them may have to catch up with; None where nobody drafts, however little that is, or has to catch
+        up, as heads run in any case what the target has run.
+        """
+        if self.costs.following is not None or not any(selection.counts):
             return None
         gained = plain_seconds / len(selection.counts) - 1.0 / selection.tokens_per_second
         catching_up = self.costs.drafting.per_row_behind  # in the first pass

@@ -117,6 +117,16 @@ def test_what_a_plan_says_of_lags_is_what_would_be_planned(num_left, num_seqs):
             assert plan.lag_repaid == most
 
 
+@pytest.mark.parametrize("num_seqs", [1, 6])
+def test_of_heads_no_plan_says_how_far_behind_somebody_may_be(num_seqs):
+    """They have run nothing of a prompt when it is planned for, and will have, whatever is planned."""
+    of_heads = costs(0.05)
+    model = CostModel(of_heads.target, of_heads.draft, following=PassSeconds([1, 64], [1e-5, 1e-5]))
+    plan = knowing(AdaptiveController(model)).plan([Candidate(i, 8) for i in range(num_seqs)])
+    assert all(plan.num_draft_tokens)
+    assert plan.lag_repaid is None
+
+
 def test_who_is_too_far_behind_is_glanced_at_once_for_each_half_of_a_glance():
     looks = Looks(costs(0.15))
 
