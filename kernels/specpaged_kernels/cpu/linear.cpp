@@ -29,9 +29,9 @@
 namespace {
 
 constexpr int PANEL = 16, EACH = PANEL / WIDE;  // outputs, and their vectors
-constexpr int BLOCK = 256;     // of K: its weights, and the rows' values, stay in the nearest cache
+constexpr int BLOCK = 128;     // of K: its weights, and the rows' values, stay in the nearest cache
 constexpr int MOST_ROWS = 96;  // whose sums wait side by side
-constexpr int LEAST_CONVERTED = 10;  // tiles for which float16 weights are converted once, and not in each of them
+constexpr int LEAST_CONVERTED = 4;  // tiles for which a block's 16 bits are converted once, and not in each of them
 constexpr int AHEAD = 64;      // columns that a single tile fetches in advance: the hardware stops at a page's end
 // Sums, weights and an input fill the vector registers: 32 of sixteen lanes, 16 of eight.
 constexpr int TILE_ROWS = WIDE == PANEL ? 12 : 6;
@@ -55,15 +55,23 @@ template <typename W>
 Wides column_vector(const W* column, int v) {
     return load_wide(column + v * WIDE);
 }
-// Of bfloat16, outputs i and i + PANEL / 2 lie side by side: a half is a shift or a mask of all that is read.
+// Of bfloat16, outputs i and i + PANEL / 2 lie side by side: a half is a shift or a mask of all that is read. Sixteen
+// lanes are one permutation, which leaves zeros where the bits of a float32 end.
 inline Wides column_vector(const bfloat16* column, int v) {
     static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the first of a pair is the low half");
+#if WIDE_LANES == 16 && defined(__AVX512BW__)
+    const __m512i pairs = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)column));
+    const __m512i places = _mm512_set_epi32(15 << 16, 13 << 16, 11 << 16, 9 << 16, 7 << 16, 5 << 16, 3 << 16, 1 << 16,
+                                            14 << 16, 12 << 16, 10 << 16, 8 << 16, 6 << 16, 4 << 16, 2 << 16, 0);
+    return (Wides)_mm512_maskz_permutexvar_epi16(0xaaaaaaaa, places, pairs);
+#else
     Ints pairs;
     std::memcpy(&pairs, column, sizeof pairs);
     const Ints halves[2] = {pairs << 16, pairs & int32_t(0xffff0000)};
     Wides x;
     std::memcpy(&x, halves + v, sizeof x);
     return x;
+#endif
 }
 
 // The rows of a tile, column by column: what a tile multiplies by lies together, whatever the rows' own stride is.
@@ -98,8 +106,8 @@ Fetched fetched_of(Panels<W> panels, int64_t step) {
     return {(const char*)panels.weights, panels.size * int64_t(sizeof(W)), step * int64_t(sizeof(W))};
 }
 
-// Adds `depth` columns to sums [ROWS, PANELS * PANEL], or begins them. Few panels are few streams of weights, which the
-// hardware fetches too late: with each column a line is fetched for each of them.
+// Adds `depth` columns to sums [ROWS, PANELS * PANEL], or begins them. The hardware fetches too late what several rows
+// multiply by, and what lies in few panels: with each column a line is fetched for each of them.
 template <int ROWS, int PANELS, typename W>
 void multiply(TileRows x, Panels<W> panels, int64_t depth, bool begins, Fetched fetched, float* sums) {
     constexpr int VECTORS = PANELS * EACH;
@@ -108,7 +116,7 @@ void multiply(TileRows x, Panels<W> panels, int64_t depth, bool begins, Fetched 
         for (int v = 0; v < VECTORS; ++v)
             total[r][v] = begins ? Wides{} : load_wide(sums + r * PANELS * PANEL + v * WIDE);
     for (int64_t k = 0; k < depth; ++k) {
-        if constexpr (PANELS <= TILE_PANELS)
+        if constexpr (ROWS > 1 || PANELS <= TILE_PANELS)
             for (int p = 0; p < PANELS; ++p) __builtin_prefetch(fetched.from + p * fetched.panel + k * fetched.column);
         const auto input = [&](int r) { return splat_wide(x.values[k * ROWS + r]); };
         const auto weights = [&](int v) { return column_vector(panels.at(v / EACH, k).weights, v % EACH); };
@@ -193,21 +201,35 @@ void run_one_tile(int64_t count, TileRows x, const Task<W, Y>& task) {
     run_tile<ROWS, panels_of(ROWS)>(x, task);
 }
 
+// Columns of PANELS panels as floats.
+template <int PANELS, typename W>
+Panels<float> converted(Panels<W> panels, int64_t depth, float* floats) {
+    for (int p = 0; p < PANELS; ++p)
+        for (int64_t k = 0; k < depth; ++k)
+            for (int v = 0; v < EACH; ++v)
+                store_wide(floats + (p * BLOCK + k) * PANEL + v * WIDE, column_vector(panels.at(p, k).weights, v));
+    return {floats, BLOCK * PANEL};
+}
+
 // Some tiles in turn: tiles first .. last - 1, of at most MOST_ROWS rows together.
 template <int PANELS, typename W, typename Y>
 void run_tiles(const Tiling& tiling, int64_t first, int64_t last, const float* x, Task<W, Y> task) {
-    float sums[MOST_ROWS * PANELS * PANEL];
+    float sums[MOST_ROWS * PANELS * PANEL], floats[std::is_same_v<W, float> ? 1 : PANELS * BLOCK * PANEL];
     const int64_t first_row = tiling.first(first), count = tiling.first(last) - first_row, step = PANEL / (last - first);
     for (; task.num_panels >= PANELS; task = task.from(PANELS)) {
         for (int64_t k = 0; k == 0 || k < task.in_features; k += BLOCK) {  // of nothing, the sums are 0
             const int64_t depth = std::min<int64_t>(BLOCK, task.in_features - k);
             Fetched fetched = fetched_of(task.panels.at(0, k + depth), step);
-            for (int64_t tile = first; tile < last; ++tile) {
-                const int64_t row = tiling.first(tile), rows = tiling.size(tile);
-                multiply_tile<TILE_ROWS, PANELS>(rows, {x + row * task.in_features + k * rows}, task.panels.at(0, k),
-                                                 depth, k == 0, fetched, sums + (row - first_row) * PANELS * PANEL);
-                fetched.from += depth * fetched.column;
-            }
+            const auto multiply_by = [&](auto block) {
+                for (int64_t tile = first; tile < last; ++tile) {
+                    const int64_t row = tiling.first(tile), rows = tiling.size(tile);
+                    multiply_tile<TILE_ROWS, PANELS>(rows, {x + row * task.in_features + k * rows}, block, depth, k == 0,
+                                                     fetched, sums + (row - first_row) * PANELS * PANEL);
+                    fetched.from += depth * fetched.column;
+                }
+            };
+            if (std::is_same_v<W, float> || last - first < LEAST_CONVERTED) multiply_by(task.panels.at(0, k));
+            else multiply_by(converted<PANELS>(task.panels.at(0, k), depth, floats));
         }
         finish(sums, PANELS * PANEL, count, std::min<int64_t>(PANELS * PANEL, task.width), task.bias, task.y,
                task.y_row);
@@ -227,22 +249,6 @@ void run(const Tiling& tiling, const float* x, const Task<W, Y>& task) {
     for (int64_t first = 0; first < tiling.num_tiles; first += MOST_TILES) {
         of_group.y = task.y + tiling.first(first) * task.y_row;
         run_tiles<TILE_PANELS>(tiling, first, std::min(tiling.num_tiles, first + MOST_TILES), x, of_group);
-    }
-}
-
-// The same of weights that the processor converts beside its products, at the cost of some of these: for many tiles they
-// are converted once.
-template <typename Y>
-void run_converted(const Tiling& tiling, const float* x, Task<float16, Y> task) {
-    static thread_local Lines scratch;
-    float* const panels = scratch.resized(size_t(TILE_PANELS * task.panels.size));
-    while (task.num_panels > 0) {
-        const int64_t count = std::min<int64_t>(TILE_PANELS, task.num_panels);
-        for (int64_t i = 0; i < count * task.panels.size; i += WIDE)
-            store_wide(panels + i, load_wide(task.panels.weights + i));
-        run(tiling, x, Task<float, Y>{{panels, task.panels.size}, count, task.in_features, task.width, task.bias, task.y,
-                                      task.y_row});
-        task = task.from(count);
     }
 }
 
@@ -295,12 +301,6 @@ void linear(const Tiling& tiling, const float* x, const W* weight, const T* bias
         for (int64_t i = first; i < last; ++i) {
             Task<W, T> task = all.from(i * task_panels);
             task.num_panels = std::min(task_panels, task.num_panels);
-            if constexpr (std::is_same_v<W, float16>) {
-                if (tiling.num_tiles >= LEAST_CONVERTED) {
-                    run_converted(tiling, x, task);
-                    continue;
-                }
-            }
             run(tiling, x, task);
         }
     });
