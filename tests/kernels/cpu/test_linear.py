@@ -11,7 +11,7 @@ from specpaged_kernels.cpu.linear import ARGUMENTS, PANEL, STORAGE, linear, pack
 from tests.kernels.cpu.lanes import load_with_other_lanes
 
 DTYPES = [torch.float32, torch.bfloat16]
-# [N, K]: panels that fill a task or do not, and none, one, two and four blocks of K.
+# [N, K]: panels that fill a task or do not, and none, one and several blocks of K.
 SHAPES = [(16, 8), (48, 33), (50, 256), (1, 7), (264, 256), (40, 300), (129, 1000), (20, 0)]
 NARROW = [torch.bfloat16, *([torch.float16] if load(SOURCE).converts_float16() else [])]
 
