@@ -29,10 +29,11 @@
 namespace {
 
 constexpr int PANEL = 16, EACH = PANEL / WIDE;  // outputs, and their vectors
-constexpr int BLOCK = 128;     // of K: its weights, and the rows' values, stay in the nearest cache
+constexpr int BLOCK = 128;     // of K, in float32: its weights, and the rows' values, stay in the nearest cache
 constexpr int MOST_ROWS = 96;  // whose sums wait side by side
 constexpr int LEAST_CONVERTED = 4;  // tiles for which a block's 16 bits are converted once, and not in each of them
 constexpr int AHEAD = 64;      // columns that a single tile fetches in advance: the hardware stops at a page's end
+constexpr int FARTHER = 8192;  // bytes from those to what comes into the second cache: the nearest waits for few lines
 // Sums, weights and an input fill the vector registers: 32 of sixteen lanes, 16 of eight.
 constexpr int TILE_ROWS = WIDE == PANEL ? 12 : 6;
 constexpr int TILE_PANELS = WIDE == PANEL ? 2 : 1;
@@ -107,8 +108,9 @@ Fetched fetched_of(Panels<W> panels, int64_t step) {
 }
 
 // Adds `depth` columns to sums [ROWS, PANELS * PANEL], or begins them. The hardware fetches too late what several rows
-// multiply by, and what lies in few panels: with each column a line is fetched for each of them.
-template <int ROWS, int PANELS, typename W>
+// multiply by, and what lies in few panels: with each column a line is fetched for each of them, and with eight
+// lanes another one, from FARTHER, where the core would else wait for memory.
+template <int ROWS, int PANELS, bool FAR, typename W>
 void multiply(TileRows x, Panels<W> panels, int64_t depth, bool begins, Fetched fetched, float* sums) {
     constexpr int VECTORS = PANELS * EACH;
     Wides total[ROWS][VECTORS];
@@ -117,7 +119,11 @@ void multiply(TileRows x, Panels<W> panels, int64_t depth, bool begins, Fetched 
             total[r][v] = begins ? Wides{} : load_wide(sums + r * PANELS * PANEL + v * WIDE);
     for (int64_t k = 0; k < depth; ++k) {
         if constexpr (ROWS > 1 || PANELS <= TILE_PANELS)
-            for (int p = 0; p < PANELS; ++p) __builtin_prefetch(fetched.from + p * fetched.panel + k * fetched.column);
+            for (int p = 0; p < PANELS; ++p) {
+                const char* const line = fetched.from + p * fetched.panel + k * fetched.column;
+                __builtin_prefetch(line);
+                if constexpr (FAR) __builtin_prefetch(line + FARTHER, 0, 2);
+            }
         const auto input = [&](int r) { return splat_wide(x.values[k * ROWS + r]); };
         const auto weights = [&](int v) { return column_vector(panels.at(v / EACH, k).weights, v % EACH); };
         if constexpr (ROWS < VECTORS) {  // what there is less of stays in registers
@@ -141,15 +147,15 @@ void multiply(TileRows x, Panels<W> panels, int64_t depth, bool begins, Fetched 
 }
 
 // The same with `count` rows, at most ROWS.
-template <int ROWS, int PANELS, typename W>
+template <int ROWS, int PANELS, bool FAR, typename W>
 void multiply_tile(int64_t count, TileRows x, Panels<W> panels, int64_t depth, bool begins, Fetched fetched, float* sums) {
     if constexpr (ROWS > 1) {
         if (count < ROWS) {
-            multiply_tile<ROWS - 1, PANELS>(count, x, panels, depth, begins, fetched, sums);
+            multiply_tile<ROWS - 1, PANELS, FAR>(count, x, panels, depth, begins, fetched, sums);
             return;
         }
     }
-    multiply<ROWS, PANELS>(x, panels, depth, begins, fetched, sums);
+    multiply<ROWS, PANELS, FAR>(x, panels, depth, begins, fetched, sums);
 }
 
 // The outputs of some rows, [count, width] of y, from their sums.
@@ -181,10 +187,11 @@ struct Task {
 // One tile of ROWS rows over PANELS panels at a time, and over those that are left.
 template <int ROWS, int PANELS, typename W, typename Y>
 void run_tile(TileRows x, Task<W, Y> task) {
+    constexpr bool FAR = WIDE != PANEL && (ROWS > 3 || sizeof(W) < sizeof(float));
     float sums[ROWS * PANELS * PANEL];
     for (; task.num_panels >= PANELS; task = task.from(PANELS)) {
         const Fetched fetched = fetched_of(task.panels.at(0, AHEAD), PANEL);
-        multiply<ROWS, PANELS>(x, task.panels, task.in_features, true, fetched, sums);
+        multiply<ROWS, PANELS, FAR>(x, task.panels, task.in_features, true, fetched, sums);
         finish(sums, PANELS * PANEL, ROWS, std::min<int64_t>(PANELS * PANEL, task.width), task.bias, task.y, task.y_row);
     }
     if constexpr (PANELS > 1) run_tile<ROWS, PANELS / 2>(x, task);
@@ -211,25 +218,36 @@ Panels<float> converted(Panels<W> panels, int64_t depth, float* floats) {
     return {floats, BLOCK * PANEL};
 }
 
-// Some tiles in turn: tiles first .. last - 1, of at most MOST_ROWS rows together.
+// Some tiles in turn: tiles first .. last - 1, of at most MOST_ROWS rows together. Eight lanes convert beside what they
+// multiply, for nothing: they have other units to spare.
 template <int PANELS, typename W, typename Y>
 void run_tiles(const Tiling& tiling, int64_t first, int64_t last, const float* x, Task<W, Y> task) {
-    float sums[MOST_ROWS * PANELS * PANEL], floats[std::is_same_v<W, float> ? 1 : PANELS * BLOCK * PANEL];
+    constexpr bool IN_FLOATS = std::is_same_v<W, float>, CONVERTS = !IN_FLOATS && WIDE == PANEL;
+    constexpr bool FAR = WIDE != PANEL && IN_FLOATS;
+    float sums[MOST_ROWS * PANELS * PANEL], floats[CONVERTS ? PANELS * BLOCK * PANEL : 1];
     const int64_t first_row = tiling.first(first), count = tiling.first(last) - first_row, step = PANEL / (last - first);
+    const bool converts = CONVERTS && last - first >= LEAST_CONVERTED;
+    const int64_t most = converts ? BLOCK : BLOCK * sizeof(float) / sizeof(W);
     for (; task.num_panels >= PANELS; task = task.from(PANELS)) {
-        for (int64_t k = 0; k == 0 || k < task.in_features; k += BLOCK) {  // of nothing, the sums are 0
-            const int64_t depth = std::min<int64_t>(BLOCK, task.in_features - k);
+        for (int64_t k = 0; k == 0 || k < task.in_features; k += most) {  // of nothing, the sums are 0
+            const int64_t depth = std::min(most, task.in_features - k);
             Fetched fetched = fetched_of(task.panels.at(0, k + depth), step);
             const auto multiply_by = [&](auto block) {
                 for (int64_t tile = first; tile < last; ++tile) {
                     const int64_t row = tiling.first(tile), rows = tiling.size(tile);
-                    multiply_tile<TILE_ROWS, PANELS>(rows, {x + row * task.in_features + k * rows}, block, depth, k == 0,
-                                                     fetched, sums + (row - first_row) * PANELS * PANEL);
+                    const TileRows of_tile = {x + row * task.in_features + k * rows};
+                    multiply_tile<TILE_ROWS, PANELS, FAR>(rows, of_tile, block, depth, k == 0, fetched,
+                                                          sums + (row - first_row) * PANELS * PANEL);
                     fetched.from += depth * fetched.column;
                 }
             };
-            if (std::is_same_v<W, float> || last - first < LEAST_CONVERTED) multiply_by(task.panels.at(0, k));
-            else multiply_by(converted<PANELS>(task.panels.at(0, k), depth, floats));
+            if constexpr (CONVERTS) {
+                if (converts) {
+                    multiply_by(converted<PANELS>(task.panels.at(0, k), depth, floats));
+                    continue;
+                }
+            }
+            multiply_by(task.panels.at(0, k));
         }
         finish(sums, PANELS * PANEL, count, std::min<int64_t>(PANELS * PANEL, task.width), task.bias, task.y,
                task.y_row);
