@@ -3,13 +3,10 @@
 A pass of 1 row is of one sequence; of more rows, they are 8 sequences', each with as many of them.
 """
 
-import time
-from statistics import median
-
 import pytest
 
 from benchmarks.bare_loops import BareLoops
-from benchmarks.ceiling import run_pass
+from benchmarks.ceiling import run_pass, seconds_of
 from benchmarks.roofline import beside_roofs, work_of_model
 from specpaged.config import EMBEDDED_TARGET
 from specpaged.modeling.loading import load_model
@@ -21,7 +18,6 @@ from specpaged.testing import synthetic_pair
 NUM_ROWS, NUM_SEQS = (1, 8, 16, 24, 48), 8
 CONTEXT_LEN, BLOCK_SIZE = 64, 16
 ROUNDS = 15
-TURN = 0.02  # seconds, at most about, that a pass is repeated for, of which the median counts
 
 
 @pytest.fixture(params=["embedded", "8B / 4, bfloat16", "8B / 4, float32"])
@@ -58,13 +54,7 @@ def test_roofline(benchmark, threads, results, pytestconfig, target):
     def play():
         for num_rows, rows in passes.items():
             roofs[num_rows].append(loops.measure())
-            run_pass(runner, rows)  # brings back what the loops have driven out of the caches
-            times, end = [], time.perf_counter() + TURN
-            while not times or time.perf_counter() < end:
-                start = time.perf_counter()
-                run_pass(runner, rows)
-                times.append(time.perf_counter() - start)
-            seconds[num_rows].append(median(times))
+            seconds[num_rows].append(seconds_of(lambda rows=rows: run_pass(runner, rows)))
 
     benchmark.pedantic(play, rounds=pytestconfig.getoption("--rounds") or ROUNDS, warmup_rounds=1)
     results.setdefault("roofline", {})[name] = {
