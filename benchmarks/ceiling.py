@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -94,7 +95,7 @@ def forward_seconds(
             roofs.append(loops.measure())
         for key, (runner, rows) in passes.items():
             steps = DRAFT_STEPS if key[1] == "draft" else 1
-            elapsed = seconds_of(lambda runner=runner, rows=rows, steps=steps: run_pass(runner, rows, steps))
+            elapsed = seconds_of(partial(run_pass, runner, rows, steps))
             if repetition > 0:  # the first one warms up
                 seconds[key].append(elapsed / steps)
     for table in tables:

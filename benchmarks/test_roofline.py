@@ -3,6 +3,8 @@
 A pass of 1 row is of one sequence; of more rows, they are 8 sequences', each with as many of them.
 """
 
+from functools import partial
+
 import pytest
 
 from benchmarks.bare_loops import BareLoops
@@ -54,7 +56,7 @@ def test_roofline(benchmark, threads, results, pytestconfig, target):
     def play():
         for num_rows, rows in passes.items():
             roofs[num_rows].append(loops.measure())
-            seconds[num_rows].append(seconds_of(lambda rows=rows: run_pass(runner, rows)))
+            seconds[num_rows].append(seconds_of(partial(run_pass, runner, rows)))
 
     benchmark.pedantic(play, rounds=pytestconfig.getoption("--rounds") or ROUNDS, warmup_rounds=1)
     results.setdefault("roofline", {})[name] = {
