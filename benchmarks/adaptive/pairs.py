@@ -63,6 +63,8 @@ NAMES = ["embedded", *synthetic_names(), "ngram, repetitive", "ngram, plain"]
 # Without a model: "twice", each prompt comes a second time, whose output is that of the first. Suffix decoding knows
 # the outputs of all rounds before, too: there, prompts come again in any case.
 NAMES += ["ngram, twice", "suffix, repetitive", "suffix, twice"]
+# Code, and the beginning of the same code with one token edited: only what the prompt holds tells how it goes on.
+NAMES += ["ngram, edited", "suffix, edited"]
 # Of every second request the drafts stand with 0.9, of the others with 0.2; or of each in turn.
 NAMES += [f"{kind}, draft {cost}" for kind in ("mixed", "turning") for cost in DRAFTS]
 TURNS_AFTER = 64  # tokens
@@ -81,7 +83,8 @@ def make_pair(name: str, directory: Path, num_prompts: int) -> Pair:
     """The pair of this name, written into `directory` if it is a synthetic one."""
     method, _, text = name.partition(", ")
     if method in ("ngram", "suffix"):
-        return Pair(name, EMBEDDED_TARGET, {"method": method}, _texts(text, num_prompts))
+        own_text = {"suffix_decoding_max_cached_requests": 0} if name == "suffix, edited" else {}
+        return Pair(name, EMBEDDED_TARGET, {"method": method} | own_text, _texts(text, num_prompts))
     if name == "embedded":
         return Pair(name, EMBEDDED_TARGET, {"model": EMBEDDED_DRAFT}, sample_prompts(num_prompts))
     kind, _, rest = name.rpartition("draft ")
@@ -130,4 +133,11 @@ def _texts(kind: str, count: int) -> list[list[int]]:
     prompts = sample_prompts(count)
     if kind == "repetitive":
         return [(prompt[:16] * 6)[:96] for prompt in prompts]
+    if kind == "edited":
+        return [_edited(prompt[:40], prompts[i - 1][0]) for i, prompt in enumerate(prompts)]
     return [prompt for prompt in prompts for _ in range(2)][:count] if kind == "twice" else prompts
+
+
+def _edited(code: Sequence[int], token_id: int) -> list[int]:
+    """The code, and the first half of it once more with this token in the place of its fourth."""
+    return [*code, *code[:3], token_id, *code[4 : len(code) // 2]]

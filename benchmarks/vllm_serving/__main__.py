@@ -14,6 +14,7 @@ import asyncio
 import json
 import sys
 from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -25,6 +26,8 @@ from benchmarks.vllm_serving.server import num_prompts, serve
 from benchmarks.vllm_serving.show import draw, print_table, summary
 
 CONTENDERS = ("vllm plain", "vllm draft_model", "vllm ngram", "ours plain", "ours draft_model", "ours ngram")
+# Of a set of prompts for lookups (`--pair "suffix, twice"`): the suffixes that vLLM itself looks up, beside ours.
+LOOKUPS = tuple(f"{worker} {method}" for worker in ("vllm", "ours") for method in ("plain", "ngram", "suffix"))
 # Ours, which decides in every step, beside every K: a number behind the method is a fixed one. With 0, requests ask for
 # no drafts: what vLLM itself takes for asking, in every step, a worker that may draft.
 DECISIONS = ("ours plain", *(f"ours draft_model {k}" for k in (0, 1, 2, 4)), "ours draft_model")
@@ -38,7 +41,9 @@ def main(
     ),
     num_speculative_tokens: int = typer.Option(4, min=1, help="Draft tokens per round; with ours, at most."),
     decisions: bool = typer.Option(False, help="Our worker alone: plain, K = 0, 1, 2, 4, and decided in every step."),
-    pair: str = typer.Option("embedded", help="Or a synthetic one, by its name in benchmarks/adaptive/pairs.py."),
+    pair: str = typer.Option(
+        "embedded", help="Or another of benchmarks/adaptive/pairs.py by its name; 'suffix, ...': lookups alone."
+    ),
     rounds: int = typer.Option(5, min=1, help="Of the same requests for all, at every concurrency."),
     threads: int = typer.Option(1, min=1, help="CPU threads of a pass."),
     out: Annotated[Path | None, typer.Option(help="A folder for the JSON and the picture.")] = None,
@@ -62,13 +67,13 @@ def main(
         "num_speculative_tokens": num_speculative_tokens,
         "pair": pair,
     }
-    names = DECISIONS if decisions else CONTENDERS
     played: list[dict[str, dict[str, Any]]] = []
     with TemporaryDirectory() as folder, ExitStack() as stack:
         made = make_pair(pair, Path(folder), most_prompts)
         prompts = None if pair == "embedded" else made.prompts  # those of random models are token ids
-        job_of_all = settings | {"target": made.target, "draft": made.speculative["model"], "prompts": prompts}
-        contenders = []
+        names = contenders(lookups="model" not in made.speculative, decisions=decisions)
+        job_of_all = settings | {"target": made.target, "speculative": made.speculative, "prompts": prompts}
+        started = []
         for i, name in enumerate(tqdm(names, unit="start")):  # one by one: what is measured in loading is to be quiet
             own = Path(folder) / f"contender-{i}"
             own.mkdir()
@@ -78,11 +83,11 @@ def main(
             stack.callback(contender.close)
             contender.ask(1)
             contender.answer()
-            contenders.append(contender)
-        whole = {level: serve_by_turns(contenders, level) for level in tqdm(levels, unit="whole turns")}
+            started.append(contender)
+        whole = {level: serve_by_turns(started, level) for level in tqdm(levels, unit="whole turns")}
         for i in tqdm(range(rounds), unit="round"):
-            first = i % len(contenders)
-            in_order = [*contenders[first:], *contenders[:first]]
+            first = i % len(started)
+            in_order = [*started[first:], *started[:first]]
             of_level = {level: serve_by_turns(in_order, level, TURN_SECONDS) for level in levels}
             played.append(of_level)
     rows = summary(played, whole)
@@ -93,6 +98,18 @@ def main(
         (out / "vllm_serving.json").write_text(json.dumps(results, indent=1) + "\n")
         draw(rows, out / "vllm_serving.png")
     print(json.dumps(results))
+
+
+def contenders(lookups: bool, decisions: bool) -> tuple[str, ...]:
+    """Those of a pair. BadParameter: decisions are asked of lookups."""
+    if not lookups:
+        return DECISIONS if decisions else CONTENDERS
+    if decisions:
+        raise typer.BadParameter("--decisions: only pairs with a draft model are allowed")
+    if find_spec("arctic_inference") is None:
+        typer.echo("suffixes are left out: for them vLLM wants the package arctic-inference", err=True)
+        return tuple(name for name in LOOKUPS if not name.endswith("suffix"))
+    return LOOKUPS
 
 
 if __name__ == "__main__":

@@ -37,10 +37,13 @@ def engine_arguments(contender: str, job: dict[str, Any]) -> dict[str, Any]:
         arguments["worker_cls"] = WORKER_CLS
     if method == "draft_model":
         arguments["speculative_config"] = {
-            "method": method, "model": job["draft"], "num_speculative_tokens": num_speculative_tokens
+            "method": method, "model": job["speculative"]["model"], "num_speculative_tokens": num_speculative_tokens
         }  # fmt: skip
         if fixed:
             arguments["additional_config"] = {"specpaged": {"adaptive": False}}
+    elif method == "suffix":
+        own = {"method": method, "num_speculative_tokens": num_speculative_tokens}
+        arguments["speculative_config"] = job["speculative"] | own
     elif method == "ngram":
         arguments["speculative_config"] = {
             "method": method, "num_speculative_tokens": num_speculative_tokens, "prompt_lookup_min": 2,

@@ -10,8 +10,11 @@ import time
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from typer import BadParameter
 
+from benchmarks.vllm_serving import __main__ as vllm_serving
 from benchmarks.vllm_serving.contender import Contender, RunningTime, serve_by_turns
+from benchmarks.vllm_serving.server import engine_arguments
 from benchmarks.vllm_serving.show import summary
 
 # Answers every line: a first token, one more after `work` of its own time, and one more.
@@ -99,6 +102,25 @@ def test_a_contender_that_ends_is_named_with_its_last_words(tmp_path):
     with pytest.raises(RuntimeError, match=r"late failed:\nno such model"):
         server.answer()
     server.close()
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_lookups_are_served_by_both_workers_and_suffixes_where_vllm_can(installed, monkeypatch, capsys):
+    monkeypatch.setattr(vllm_serving, "find_spec", lambda name: name if installed else None)
+    names = vllm_serving.contenders(lookups=True, decisions=False)
+    methods = ("plain", "ngram", "suffix") if installed else ("plain", "ngram")
+    assert names == tuple(f"{worker} {method}" for worker in ("vllm", "ours") for method in methods)
+    assert ("arctic-inference" in capsys.readouterr().err) != installed
+    with pytest.raises(BadParameter, match="--decisions"):
+        vllm_serving.contenders(lookups=True, decisions=True)
+
+
+def test_suffixes_are_looked_up_with_the_options_of_the_pair():
+    settings = {"target": "t", "prompts": [[1]], "concurrency": [8], "num_speculative_tokens": 5}
+    job = settings | {"speculative": {"method": "suffix", "suffix_decoding_max_cached_requests": 0}}
+    for worker in ("vllm", "ours"):
+        speculative = engine_arguments(f"{worker} suffix", job)["speculative_config"]
+        assert speculative == job["speculative"] | {"num_speculative_tokens": 5}
 
 
 def test_ratios_are_within_a_round_and_steps_of_whole_turns():
