@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated, Any
@@ -33,8 +34,10 @@ FIXED = {"additional_config": {"specpaged": {"adaptive": False}}}  # else, few o
 PREFIX_CACHE = {"enable_prefix_caching": True, "block_size": 16, "kv_cache_memory_bytes": 3 << 30}
 COMPACT = {"structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True}}
 SAMPLED = {"temperature": 0.8, "seed": 7, "n": 2}
+PREEMPTION = {"num_gpu_blocks_override": 160, "block_size": 16}
 # name -> (K, or vLLM's speculative_config), vLLM's arguments, sampling parameters, and what it is compared with
-CONFIGURATIONS: dict[str, tuple[int | dict[str, Any], dict[str, Any], dict[str, Any], str]] = {
+Configuration = tuple[int | dict[str, Any], dict[str, Any], dict[str, Any], str]
+CONFIGURATIONS: dict[str, Configuration] = {
     "plain": (0, {}, {}, "standalone"),
     "K = 1": (1, FIXED, {}, "standalone"),
     "K = 4": (4, FIXED, {}, "standalone"),
@@ -46,13 +49,46 @@ CONFIGURATIONS: dict[str, tuple[int | dict[str, Any], dict[str, Any], dict[str, 
     "lookups beside, decided": (4, {"additional_config": {"specpaged": LOOKUPS}}, {}, "standalone"),
     "chunks of 64": (4, {"max_num_batched_tokens": 64} | FIXED, {}, "standalone"),
     "prefix cache": (4, PREFIX_CACHE | FIXED, {}, "standalone"),
-    "preemption": (4, {"num_gpu_blocks_override": 160, "block_size": 16} | FIXED, {}, "standalone"),
+    "preemption": (4, PREEMPTION | FIXED, {}, "standalone"),
     "sampled, plain": (0, {}, SAMPLED, "standalone, sampled"),
     "sampled": (4, FIXED, SAMPLED, "sampled, plain"),
     "sampled, lookups": (4, {"additional_config": {"specpaged": LOOKUPS}}, SAMPLED, "sampled, plain"),
     "JSON, plain": (0, COMPACT, {"structured_outputs": SCHEMA}, "JSON, plain"),
     "JSON": (4, COMPACT | FIXED, {"structured_outputs": SCHEMA}, "JSON, plain"),
 }
+REFERENCES = {"standalone": {}, "standalone, sampled": SAMPLED}
+
+
+def configurations(heads: Path | None, parts: str) -> dict[str, Configuration]:
+    """Those whose names hold one of the parts, which ";" separates; with heads, and with suffixes where vLLM can.
+
+    BadParameter: a part is in no name, or a name is compared with one that is left out.
+    """
+    drafters: dict[str, dict[str, Any]] = {}
+    if find_spec("arctic_inference") is not None:
+        drafters["suffix"] = {"method": "suffix"}
+    if heads is not None:
+        drafters["eagle3"] = {"method": "eagle3", "model": str(heads / "eagle3")}
+        drafters["clover"] = {"method": "custom_class", "model": f"clover:{heads / 'clover'}"}
+    found = dict(CONFIGURATIONS)
+    for name, of in drafters.items():
+        speculation = of | {"num_speculative_tokens": 4}
+        found[name] = (speculation, FIXED, {}, "standalone")
+        found[f"{name}, decided"] = (speculation, {}, {}, "standalone")
+        found[f"{name}, prefix cache"] = (speculation, PREFIX_CACHE | FIXED, {}, "standalone")
+        found[f"{name}, preemption"] = (speculation, PREEMPTION | FIXED, {}, "standalone")
+        found[f"{name}, sampled"] = (speculation, FIXED, SAMPLED, "standalone, sampled")
+        if name != "suffix":
+            beside = {"additional_config": {"specpaged": {"lookups": "suffix"}}}
+            found[f"suffix beside {name}"] = (speculation, beside, {}, "standalone")
+    for part in parts.split(";"):
+        if not any(part in name for name in found):
+            raise typer.BadParameter(f"--only: {part!r} is in no name of a configuration; there are {'; '.join(found)}")
+    wanted = {name: of for name, of in found.items() if any(part in name for part in parts.split(";"))}
+    for name, (*_, compared_with) in wanted.items():
+        if compared_with not in wanted.keys() | REFERENCES.keys():
+            raise typer.BadParameter(f"--only: {name!r} is compared with {compared_with!r}, which is left out")
+    return wanted
 
 
 def encoded(path: str | None, max_tokens: int, num_prompts: int | None) -> list[list[int]]:
@@ -87,7 +123,9 @@ def vllm_engine(speculation: int | dict[str, Any], max_num_seqs: int, ours: bool
     return LLM(EMBEDDED_TARGET, **(defaults | arguments))
 
 
-def run_vllm(name: str, prompts: list[list[int]], max_tokens: int, max_num_seqs: int, ours: bool) -> dict[str, Any]:
+def run_vllm(
+    configuration: Configuration, prompts: list[list[int]], max_tokens: int, max_num_seqs: int, ours: bool
+) -> dict[str, Any]:
     """One configuration: its outputs and what was seen on the way."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -95,7 +133,7 @@ def run_vllm(name: str, prompts: list[list[int]], max_tokens: int, max_num_seqs:
     from vllm.sampling_params import StructuredOutputsParams
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    speculation, arguments, given, _ = CONFIGURATIONS[name]
+    speculation, arguments, given, _ = configuration
     params = {"temperature": 0, "max_tokens": max_tokens} | given
     if "structured_outputs" in params:
         params["structured_outputs"] = StructuredOutputsParams(json=params["structured_outputs"])
@@ -187,29 +225,37 @@ def main(
     num_prompts: Annotated[int | None, typer.Option(min=1, help="An evenly spread selection of them.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Of each output.")] = 64,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences in a batch.")] = 16,
+    heads: Annotated[Path | None, typer.Option(help="Folder of the folders eagle3 and clover, to draft by.")] = None,
+    only: Annotated[str, typer.Option(help="Names of configurations, or parts of them, separated by ';'.")] = "",
     out: Annotated[Path | None, typer.Option(help="A folder for the JSON.")] = None,
 ) -> None:
     """Run all configurations."""
+    wanted = configurations(heads, only)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     ids = encoded(prompts, max_tokens, num_prompts)
     rows: list[dict[str, Any]] = []
-    with tqdm(total=len(CONFIGURATIONS) + 3, unit="configuration") as bar:
-        references = {}
-        for name, given in (("standalone", {}), ("standalone, sampled", SAMPLED)):
-            references[name] = in_a_process(standalone, ids, max_tokens, max_num_seqs, given)
+    references: dict[str, list[list[int]]] = {}
+    alone = sorted({of[3] for of in wanted.values()} & REFERENCES.keys())
+    own = None
+    with tqdm(total=len(alone) + len(wanted) + ("plain" in wanted), unit="configuration") as bar:
+        for name in alone:
+            references[name] = in_a_process(standalone, ids, max_tokens, max_num_seqs, REFERENCES[name])
             bar.update()
-        for name, (*_, compared_with) in CONFIGURATIONS.items():
-            found = in_a_process(run_vllm, name, ids, max_tokens, max_num_seqs, True)
+        for name, configuration in wanted.items():
+            found = in_a_process(run_vllm, configuration, ids, max_tokens, max_num_seqs, True)
             outputs = references[name] = found.pop("token_ids")
-            identical = sum(a == b for a, b in zip(outputs, references[compared_with], strict=True))
-            rows.append({"configuration": name, "with": compared_with, "outputs": len(outputs), "identical": identical}
+            reference = configuration[3]
+            identical = sum(a == b for a, b in zip(outputs, references[reference], strict=True))
+            rows.append({"configuration": name, "with": reference, "outputs": len(outputs), "identical": identical}
                         | found)  # fmt: skip
             bar.update()
-        theirs = in_a_process(run_vllm, "plain", ids, max_tokens, max_num_seqs, False)["token_ids"]
-        near, faults = near_ties(ids, theirs, references["plain"])
-        bar.update()
-    own = {"outputs": len(theirs), "identical": len(theirs) - near - faults, "near_ties": near, "faults": faults}
+        if "plain" in wanted:
+            theirs = in_a_process(run_vllm, wanted["plain"], ids, max_tokens, max_num_seqs, False)["token_ids"]
+            near, faults = near_ties(ids, theirs, references["plain"])
+            same = len(theirs) - near - faults
+            own = {"outputs": len(theirs), "identical": same, "near_ties": near, "faults": faults}
+            bar.update()
     print_table(rows, own)
     from benchmarks.environment import environment
 
@@ -224,22 +270,23 @@ def main(
         out.mkdir(parents=True, exist_ok=True)
         (out / "vllm_equivalence.json").write_text(json.dumps(results, indent=1) + "\n")
     print(json.dumps(results))
-    seen = {row["configuration"]: row for row in rows}
-    as_wanted = seen["preemption"]["preemptions"] > 0 and seen["prefix cache"]["cached_tokens"] > 0
+    as_wanted = all(row["preemptions"] > 0 for row in rows if "preemption" in row["configuration"])
+    as_wanted &= all(row["cached_tokens"] > 0 for row in rows if "prefix cache" in row["configuration"])
     as_wanted &= all(row[name] == row["outputs"] for row in rows for name in ("identical", "valid") if name in row)
-    raise typer.Exit(0 if as_wanted and faults == 0 and near <= 0.005 * len(theirs) else 1)
+    as_wanted &= own is None or (own["faults"] == 0 and own["near_ties"] <= 0.005 * own["outputs"])
+    raise typer.Exit(0 if as_wanted else 1)
 
 
-def print_table(rows: list[dict[str, Any]], own: dict[str, int]) -> None:
+def print_table(rows: list[dict[str, Any]], own: dict[str, int] | None) -> None:
     """One line for each configuration."""
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(
-        title="vLLM with specpaged's worker",
-        caption=f"vLLM's own worker, plain: {own['identical']} of {own['outputs']} identical, {own['near_ties']} "
-        f"near-ties, {own['faults']} faults",
+    caption = own and (
+        f"vLLM's own worker, plain: {own['identical']} of {own['outputs']} identical, {own['near_ties']} near-ties, "
+        f"{own['faults']} faults"
     )
+    table = Table(title="vLLM with specpaged's worker", caption=caption)
     for name in ("configuration", "compared with", "identical", "preemptions", "cached tokens", "accepted", "valid"):
         table.add_column(name, justify="left" if name in ("configuration", "compared with") else "right")
     for row in rows:
