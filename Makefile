@@ -3,6 +3,7 @@
 # make bench    benchmarks          make bench-rollback   what rolling back costs, with a picture in OUT
 # make bench-adaptive  decisions of every step beside every fixed K, on pairs of every kind, with 1 and 2 threads
 # make bench-overlap  drafts for half a batch while the target verifies the other half, beside drafts behind it
+# make bench-drafters  every drafter on the embedded target; heads, which are trained first, are those in HEADS
 # make bench-peers  OpenVINO GenAI and llama.cpp, built here into .venv-peers, beside ours on this CPU
 # make test-long  tests that take minutes: two engines behind one front end of vLLM
 # make sanitize the C++ kernels' tests under the address and undefined-behaviour sanitizers
@@ -19,7 +20,7 @@ VLLM ?= $(if $(filter Linux-x86_64,$(shell uname -sm | tr ' ' -)),install-vllm)
 TORCH_INDEX_URL ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org/whl/cpu)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: install install-vllm demo test test-long variants lint format bench bench-rollback bench-adaptive bench-overlap bench-peers sanitize test-oldest clean
+.PHONY: install install-vllm demo test test-long variants lint format bench bench-rollback bench-adaptive bench-overlap bench-drafters bench-peers sanitize test-oldest clean
 
 install: $(VENV)/.installed
 
@@ -76,6 +77,11 @@ bench-adaptive: install
 # Two threads together, and one for each lane, on the same cores.
 bench-overlap: install
 	$(BIN)/python -m benchmarks.overlap --threads 2 --out $(OUT)/overlap
+
+# Of specpaged train-drafter, in the folders eagle3 and clover; without them the others are measured.
+HEADS ?= build/heads
+bench-drafters: install
+	$(BIN)/python -m benchmarks.drafters --heads $(HEADS) --out $(OUT)/drafters
 
 # What cannot be installed is named by the benchmark, and left out. Why there are two builds: benchmarks/cpu_peers/ways.py
 AVX2 := -DGGML_NATIVE=OFF $(foreach set,SSE42 AVX AVX2 BMI2 FMA F16C,-DGGML_$(set)=ON)
