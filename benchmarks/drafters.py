@@ -82,8 +82,8 @@ def _drafter(methods: Sequence[str], heads: Path) -> dict[str, Any] | None:
 
 
 def _summary(played: Sequence[Mapping[str, Any]], methods: Sequence[str]) -> dict[str, Any]:
-    """Of each way its speed over plain decoding's in the same round, the median, and how its drafts fared; of each
-    method the best fixed K, and its speed over the draft model's best.
+    """Of each way its speed over plain decoding's in the same round, the median, and over the draft model's best fixed
+    K, and how its drafts fared; of each method the best fixed K.
     """
     plain = next(iter(played[0]))
     ways: dict[str, dict[str, Any]] = {}
@@ -106,7 +106,15 @@ def _summary(played: Sequence[Mapping[str, Any]], methods: Sequence[str]) -> dic
         )
         for method in methods
     }
+    if "draft_model" in best:
+        for name, way in ways.items():
+            way["over_draft_model"] = round(_over(played, name, best["draft_model"]), 3)
     return {"rounds": len(played), "ways": ways, "best": best}
+
+
+def _over(played: Sequence[Mapping[str, Any]], name: str, other: str) -> float:
+    """The median of its speed over the other's in the same round."""
+    return median(runs[name].tokens_per_second / runs[other].tokens_per_second for runs in played)
 
 
 def _print(results: dict[str, Any]) -> None:
@@ -119,7 +127,7 @@ def _print(results: dict[str, Any]) -> None:
             caption="medians; length: mean acceptance length; us: of proposing, for each token that was proposed",
         )
         table.add_column("drafter", no_wrap=True)
-        for column in ("tokens/s", "x plain", "min-max", "length", "us"):
+        for column in ("tokens/s", "x plain", "min-max", "x draft's best", "length", "us"):
             table.add_column(column, justify="right", no_wrap=True)
         for name, way in cell["ways"].items():
             length, cost = way["acceptance_length"], way["us_per_proposed_token"]
@@ -128,6 +136,7 @@ def _print(results: dict[str, Any]) -> None:
                 f"{way['tokens_per_second']:.0f}",
                 f"{way['over_plain']:.2f}",
                 "{:.2f}-{:.2f}".format(*way["spread"]),
+                f"{way['over_draft_model']:.2f}" if "over_draft_model" in way else "",
                 "" if length is None else f"{length:.2f}",
                 "" if cost is None else f"{cost:.0f}",
             )

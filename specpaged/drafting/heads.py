@@ -82,10 +82,8 @@ class HeadsDrafter(ModelDrafter):
         for row in rows:
             token_ids, wanted = row.token_ids[1:], int(row.num_draft_tokens > 0)
             ragged.append(RaggedRow(token_ids, row.context_len, row.blocks, wanted, wanted))
-            states = row.hidden_states
-            of_row = torch.cat(states.layer_inputs, dim=-1) if states.last is None else states.last
             start = row.context_len - row.hidden_position
-            features.append(of_row[start : start + len(token_ids)])
+            features.append(row.hidden_states.side_by_side()[start : start + len(token_ids)])
         return ragged, torch.cat(features)
 
     def _in_one_call(

@@ -29,7 +29,7 @@ class SuffixDrafter(LookupDrafter):
 
 
 class SuffixIndexes(Indexes):
-    """Of each sequence that has drafted, and of the outputs of those that have ended, the newest ones."""
+    """Of each sequence that has drafted, and of the outputs of those that have ended, drafts or not, the newest ones."""
 
     evidence_is_length = False
 
@@ -46,7 +46,6 @@ class SuffixIndexes(Indexes):
 
     @override
     def forget(self, sequence: Hashable) -> None:
-        has_drafted = sequence in self._indexes
         super().forget(sequence)
-        if has_drafted and self.others is not None and sequence.has_ended and sequence.output_token_ids:
+        if self.others is not None and sequence.has_ended and sequence.output_token_ids:
             self.others.add(sequence.output_token_ids)

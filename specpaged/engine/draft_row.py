@@ -35,7 +35,8 @@ def draft_row(
     """What the drafter has to do for a sequence that has just been committed; None if nothing.
 
     Who has more than `most_tokens` known tokens to catch up with does so in several steps, and drafts in the last one.
-    With `follows_prompt` a prefill's tokens are run right behind the target; `follows_target` is SpeculativeStep's.
+    With `follows_prompt` a prefill's tokens are run right behind the target; `follows_target` is SpeculativeStep's: all
+    that the target runs of who drafts, and of others their prompts.
     Hidden states reach the drafter in any case that goes on, as they do not come again: who lacks some of them, as a
     proposal has failed, drafts no more. Who looks back runs all that the target has run. A `lookup` needs no KV.
     """
@@ -43,10 +44,9 @@ def draft_row(
     nothing = None if lookup is None else DraftRow(sequence, (), 0, (), 0, request_idx, lookup=lookup)
     if reads_target and hidden is None:
         return nothing
-    in_prefill = entry.num_new_tokens > 1 or not entry.samples
-    may_draft = sequence.max_draft_tokens > 0 and not sequence.has_ended
-    catches_up = may_draft and ((in_prefill and follows_prompt) or hidden is not None)
-    catches_up = catches_up or follows_target
+    drafts = sequence.max_draft_tokens > 0  # if it goes on
+    catches_up = drafts and not sequence.has_ended and ((entry.in_prefill and follows_prompt) or hidden is not None)
+    catches_up = catches_up or (follows_target and (entry.in_prefill or drafts))
     if sequence.error is not None or not (k > 0 or catches_up or num_looked_back):
         return nothing
     start, token_ids, blocks = 0, (), ()

@@ -138,7 +138,7 @@ def prepare(step: SpeculativeStep, scored: ScoredStep, reserve: Reserve) -> Prop
     looking = [going_on[i] for i in plan.looks_back if not counts[i]]
     glancing = {going_on[i] for i in plan.glances}
     drafts_nothing = not (any(counts) or any(plan.lookups) or looking)
-    if step.planner is not None and drafts_nothing and not (scored.hidden_states or step.follows_target):
+    if step.planner is not None and drafts_nothing and not scored.hidden_states:
         return None  # plain decoding
     if plan.tries_rows:
         for sequence, count in zip(going_on, counts, strict=True):

@@ -37,6 +37,11 @@ class ScheduledSequence(NamedTuple):
         """Known tokens that have KV behind the step's pass."""
         return self.context_len + self.num_new_tokens
 
+    @property
+    def in_prefill(self) -> bool:
+        """Whether it is more than the one known token that a decode runs, or leads to no new one."""
+        return self.num_new_tokens > 1 or not self.samples
+
 
 @dataclass(frozen=True, slots=True)
 class ScheduledStep:

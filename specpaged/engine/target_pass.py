@@ -33,16 +33,17 @@ def run_target(
     *,
     argmax: bool,
     hidden: HiddenStatesRequest | None,
-    hidden_of_all: bool = False,
+    hidden_of_prompts: bool = False,
 ) -> TargetPass:
     """Run the target over the entries.
 
     With `argmax` the rows' most likely tokens will do, and logits are made only where a prompt's log-probabilities are
-    asked for. Hidden states are those of sequences that may draft, or `hidden_of_all`.
+    asked for. Hidden states are those of sequences that may draft, and `hidden_of_prompts` those of all in prefill.
     """
     rows, of_prompts = [], False
     for entry in entries:
-        reads = hidden is not None and (hidden_of_all or entry.sequence.max_draft_tokens > 0)
+        reads = entry.sequence.max_draft_tokens > 0 or (hidden_of_prompts and entry.in_prefill)
+        reads = reads and hidden is not None
         of_prompt = wants_prompt_logits(entry)
         rows.append(_ragged_row(entry, reads, of_prompt))
         of_prompts |= of_prompt

@@ -78,6 +78,10 @@ class HiddenStates:
     last: Tensor | None  # [R, H] the model's dtype; None where not asked for
     layer_inputs: tuple[Tensor, ...]  # [R, H] the model's dtype, one per entry of the request, in its order
 
+    def side_by_side(self) -> Tensor:
+        """[R, F]: what heads read, the last ones or all layers' inputs."""
+        return torch.cat(self.layer_inputs, dim=-1) if self.last is None else self.last
+
     def split(self, counts: Sequence[int]) -> list[HiddenStates]:
         """The hidden states of the first counts[0] rows, of the next counts[1] rows, and so on up to all R."""
         counts = list(counts)

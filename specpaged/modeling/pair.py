@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from specpaged.config import EngineConfig
 from specpaged.modeling import freed_memory
 from specpaged.modeling.cuda_graphs import CudaGraphs, Record
-from specpaged.modeling.heads.loading import load_heads
+from specpaged.modeling.heads.loading import heads_config_dict, load_heads
 from specpaged.modeling.loaded_model import LoadedModel
 from specpaged.modeling.loading import load_model, load_tokenizer
 from specpaged.modeling.model_runner import ModelRunner
@@ -38,6 +38,9 @@ class ModelPair:
         Raises:
             ValueError: for a checkpoint that cannot be loaded or served, or a pair whose vocabularies differ.
         """
+        speculative = config.speculative_config
+        if speculative is not None and speculative.has_model and speculative.reads_target:
+            heads_config_dict(speculative.model)  # to be refused before the target is read
         target = load_model(
             config.model,
             dtype=config.dtype,
@@ -52,8 +55,8 @@ class ModelPair:
         if tokenizer is not None:  # whose ids may have gaps; an embedding may be padded beyond them
             vocab_size = min(vocab_size, 1 + max(tokenizer.get_vocab().values()))
         draft = None
-        if config.speculative_config is not None and config.speculative_config.has_model:
-            if config.speculative_config.reads_target:
+        if speculative is not None and speculative.has_model:
+            if speculative.reads_target:
                 draft = _load_heads(config, target)
             else:
                 draft = _load_draft(config, target, tokenizer, vocab_size)

@@ -181,13 +181,15 @@ def write_clover(
     *,
     num_heads: int = 5,
     num_hidden_layers: int = 2,
+    own_embedding: bool = False,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
     **layer: Any,
 ) -> Path:
     """Write config.json and model.safetensors of a Clover-2 head for a target of `target_config`; returns `path`.
 
-    Embedding and output layer are the target's, and in no file here. `layer` are entries of config.json in place of the
+    The output layer is the target's, and in no file here; so is the embedding, unless they have one of their own, as
+    Clover-2's code does where it is a copy of the output layer. `layer` are entries of config.json in place of the
     target's.
 
     Raises:
@@ -220,6 +222,8 @@ def write_clover(
         weights[f"{name}.weight"] = _norm(width, generator)
     weights |= _linear("clover_head_mlp", width, width, 1.0, generator)
     weights |= _linear("clover_head_mlp2", width, 2 * width, 1.0, generator)
+    if own_embedding:
+        weights["clover_embed_tokens.weight"] = torch.randn(config["vocab_size"], width, generator=generator)
     _save(path, config, weights, dtype)
     return Path(path)
 

@@ -135,12 +135,12 @@ class Eagle3Reference:
 
 
 class CloverReference:
-    """A Clover-2 checkpoint, and the target's embedding and output layer."""
+    """A Clover-2 checkpoint, and of the target the output layer, and the embedding if it has none."""
 
     def __init__(self, checkpoint_dir: str | Path, target: nn.Module):
         self.config, self.weights = _read(checkpoint_dir)
         self.eps = self.config["rms_norm_eps"]
-        self.embedding = target.get_input_embeddings().weight
+        self.embedding = self.weights.get("clover_embed_tokens.weight", target.get_input_embeddings().weight)
         self.output = target.get_output_embeddings().weight
 
     @torch.no_grad()

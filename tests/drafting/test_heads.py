@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from specpaged import LLM, SamplingParams
+from specpaged.modeling import pair
 from specpaged.paging.page_table import DRAFT, TARGET
 from specpaged.testing.heads import write_clover, write_eagle3
 from tests import toys
@@ -18,6 +19,7 @@ from tests.drafting.heads_reference import CloverReference, Eagle3Reference, res
 from tests.engine.test_engine import generate, token_ids
 from tests.heads_world import heads_llm, plain_llm
 
+PREEMPTING = 28 * 4 * 2048  # bytes of KV
 CLEAR = 1e-3  # of logits of two tokens, from which on the most likely one is no matter of rounding
 # spelling and flags of EAGLE-3's checkpoints
 VARIANTS = {
@@ -95,14 +97,28 @@ def test_eagle3_proposes_what_a_dense_reference_does(target, tmp_path, name):
     check_against_reference(Eagle3Reference(path, target[1]), target, proposals)
 
 
-def test_clover_proposes_what_a_dense_reference_does_by_all_of_its_heads(target, heads):
-    llm = heads_llm(target, "clover", heads["clover"], k=5, enable_prefix_caching=True, max_num_batched_tokens=16)
+@pytest.mark.parametrize("own_embedding", [False, True])
+def test_clover_proposes_what_a_dense_reference_does_by_all_of_its_heads(target, tmp_path, own_embedding):
+    path = write_clover(tmp_path, AutoConfig.from_pretrained(target[0]), own_embedding=own_embedding)
+    llm = heads_llm(target, "clover", str(path), k=5, enable_prefix_caching=True, max_num_batched_tokens=16)
     proposals = recorded(llm)
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     for prompts in (toys.prompts(3, shortest=20), toys.prompts(3, shortest=20)):
         assert token_ids(generate(llm, prompts, params)) == token_ids(plain_llm(target).generate(prompts, params))
     assert max(len(drafted) for _, drafted, _ in proposals) == 5
-    check_against_reference(CloverReference(heads["clover"], target[1]), target, proposals)
+    check_against_reference(CloverReference(path, target[1]), target, proposals)
+
+
+@METHODS
+def test_behind_preemptions_heads_propose_what_a_dense_reference_does(target, heads, method):
+    """Their KV, on which drafts of random weights depend, is made anew."""
+    llm = heads_llm(target, method, heads[method], kv_cache_memory_bytes=PREEMPTING, max_num_seqs=4)
+    proposals = recorded(llm)
+    prompts, params = toys.prompts(5, longest=30), SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    assert token_ids(generate(llm, prompts, params)) == token_ids(plain_llm(target).generate(prompts, params))
+    assert llm.metrics.preemptions > 0
+    reference = Eagle3Reference if method == "eagle3" else CloverReference
+    check_against_reference(reference(heads[method], target[1]), target, proposals)
 
 
 @METHODS
@@ -131,7 +147,7 @@ def test_proposals_of_a_batch_are_those_of_each_sequence_alone(target, heads, me
     "arguments",
     [
         {},
-        {"max_num_batched_tokens": 24, "kv_cache_memory_bytes": 28 * 4 * 2048, "max_num_seqs": 4},
+        {"max_num_batched_tokens": 24, "kv_cache_memory_bytes": PREEMPTING, "max_num_seqs": 4},
         {"enable_prefix_caching": True, "speculative": {"numerics": "fast", "kv_cache_dtype": "fp8_e4m3"}},
         {"speculative": {"verification": "greedy"}},
     ],
@@ -257,7 +273,7 @@ def as_copies(method: str, path: Path, model: torch.nn.Module) -> None:
 @METHODS
 @pytest.mark.parametrize(
     "arguments",
-    [{}, {"kv_cache_memory_bytes": 28 * 4 * 2048, "max_num_seqs": 4}, {"enable_prefix_caching": True}],
+    [{}, {"kv_cache_memory_bytes": PREEMPTING, "max_num_seqs": 4}, {"enable_prefix_caching": True}],
     ids=["plenty", "preempted", "prefix cache"],
 )
 def test_heads_that_copy_the_target_are_always_right(tmp_path, method, arguments):
@@ -305,6 +321,8 @@ def test_the_report_says_what_heads_hold_beside_the_target(target, heads, method
         ("eagle3", {"fc_norm": True}, "the checkpoint lacks fc_norm.0.weight"),
         ("eagle3", {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
         ("eagle3", {"quantization_config": {"bits": 4}}, "quantization_config"),
+        ("eagle3", {"layer_types": ["sliding_attention"]}, "layer_types='sliding_attention' is not supported"),
+        ("clover", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types='sliding_attention'"),
         ("clover", {"hidden_size": 64}, "hidden_size=64 must be the target's 32"),
         ("clover", {"num_hidden_layers": 3}, "the checkpoint lacks layers.2"),
         ("clover", {"num_hidden_layers": 1}, "holds layers.1.*, which is not supported"),
@@ -319,6 +337,21 @@ def test_what_a_checkpoint_asks_for_that_is_not_done_is_refused_by_name(
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=message):
         heads_llm(target, method, str(tmp_path))
+
+
+def test_speculators_heads_of_another_kind_of_layer_are_refused(target, tmp_path):
+    write_eagle3(tmp_path, AutoConfig.from_pretrained(target[0]), spelling="speculators")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["transformer_layer_config"]["model_type"] = "qwen3"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"transformer_layer_config.model_type='qwen3' is not supported"):
+        heads_llm(target, "eagle3", str(tmp_path))
+
+
+def test_heads_that_are_not_there_are_refused_before_the_target_is_read(target, monkeypatch, tmp_path):
+    monkeypatch.setattr(pair, "load_model", None)
+    with pytest.raises(ValueError, match="nowhere"):
+        heads_llm(target, "eagle3", str(tmp_path / "nowhere"))
 
 
 def test_heads_of_another_width_need_an_embedding_of_their_own(target, tmp_path):

@@ -70,10 +70,12 @@ class Request:
         self.has_ended = has_ended
 
 
-def test_what_one_request_has_put_out_is_drafted_for_the_next_when_it_has_ended():
+@pytest.mark.parametrize("drafts", [True, False])
+def test_what_one_request_has_put_out_is_drafted_for_the_next_when_it_has_ended(drafts):
     indexes = SuffixIndexes(8, 10, 4.0, 0.1)
     first, second = Request([A, B, C, D]), Request([A, B])
-    indexes.up_to_date(first, [E, E], first.output_token_ids)
+    if drafts:
+        indexes.up_to_date(first, [E, E], first.output_token_ids)
     assert indexes.up_to_date(second, [E], second.output_token_ids).find((), 2) == ([], [])
     indexes.forget(first)
     assert indexes.num_sequences == 1

@@ -21,14 +21,14 @@ def make_with_heads(make_vllm, tmp_path_factory):
     """Engines that draft 3 tokens by heads with random weights, of a method."""
     config, paths = AutoConfig.from_pretrained(EMBEDDED_TARGET), {}
 
-    def make(method, **arguments):
+    def make(method, adaptive=False, **arguments):
         if method not in paths:
             write = write_eagle3 if method == "eagle3" else write_clover
             paths[method] = str(write(tmp_path_factory.mktemp(method), config))
         speculative = {"method": method, "model": paths[method]}
         if method == "clover":
             speculative = {"method": "custom_class", "model": f"clover:{paths[method]}"}
-        fixed = {"specpaged": {"adaptive": False, "draft_numerics": "exact"}}
+        fixed = {"specpaged": {"adaptive": adaptive, "draft_numerics": "exact"}}
         speculative["num_speculative_tokens"] = 3
         return make_vllm(speculative_config=speculative, additional_config=fixed, max_num_seqs=4, **arguments)
 
@@ -184,6 +184,38 @@ def test_who_goes_on_behind_one_that_was_given_up_drafts_no_more_and_others_draf
     assert token_ids(outputs) == token_ids(expected)
     assert found == of_cold
     assert len(found) > 15
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_of_who_does_not_draft_heads_read_the_prompt_alone_and_who_shares_it_drafts(
+    make_with_heads, monkeypatch, adaptive
+):
+    """Its outputs cost what plain decoding does: of them the target has no hidden states to show."""
+    llm = make_with_heads("eagle3", adaptive, enable_prefix_caching=True, max_num_batched_tokens=512)
+    core(llm).scheduler.reset_prefix_cache()
+    step, num_read = model_runner(llm).speculative_step, []
+    propose, run_target = step.drafter.propose, step._run_target
+
+    def counting(rows, *others):
+        num_read.append(sum(len(row.token_ids) for row in rows))
+        return propose(rows, *others)
+
+    def seeing(entries, argmax):
+        of_step = run_target(entries, argmax)
+        assert not of_step.hidden_states or any(entry.in_prefill for entry in entries)
+        return of_step
+
+    with monkeypatch.context() as refusing:
+        refusing.setattr("specpaged.vllm_plugin.model_runner.admits", lambda planner: False)
+        refusing.setattr(step.drafter, "propose", counting)
+        refusing.setattr(step, "_run_target", seeing)
+        [refused] = llm.generate([PREFIX], GREEDY, use_tqdm=False)
+    assert num_read == [len(refused.prompt_token_ids) + 1]  # the token that follows, which the last pair is of
+    assert len(refused.outputs[0].token_ids) > 4
+    if not adaptive:
+        outputs, found = proposals(llm, [PREFIX + "!"])
+        assert outputs[0].num_cached_tokens > 0
+        assert len(found) > 15
 
 
 def test_slots_that_nobody_owns_are_never_read(make_vllm):

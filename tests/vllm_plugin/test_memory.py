@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from transformers import AutoConfig
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make install-vllm")
 
@@ -11,6 +14,7 @@ from specpaged.config import EMBEDDED_DRAFT, EMBEDDED_TARGET, EngineConfig
 from specpaged.modeling.model_runner import ModelRunner
 from specpaged.modeling.pair import ModelPair
 from specpaged.speculative_config import SpeculativeConfig
+from specpaged.testing.heads import write_clover, write_eagle3
 from specpaged.vllm_plugin import worker
 from specpaged.vllm_plugin.memory import run_largest_step
 from specpaged.vllm_plugin.worker import SpecPagedWorker
@@ -52,7 +56,25 @@ def test_the_largest_step_takes_both_models_through_all_tokens(pair, monkeypatch
 
     monkeypatch.setattr(ModelRunner, "forward", counting)
     run_largest_step(pair, config(**arguments))
-    assert seen == [(model.kv_spec, num_tokens, num_logits) for model in (pair.draft, pair.target)]
+    assert seen == [(model.kv_spec, num_tokens, num_logits) for model in (pair.target, pair.draft)]
+
+
+@pytest.mark.parametrize("method", ["eagle3", "clover"])
+def test_the_largest_step_has_heads_read_hidden_states_of_all_tokens(tmp_path, monkeypatch, method):
+    write = write_eagle3 if method == "eagle3" else write_clover
+    write(tmp_path, AutoConfig.from_pretrained(EMBEDDED_TARGET))
+    speculative = SpeculativeConfig(method=method, model=str(tmp_path), num_speculative_tokens=K)
+    with_heads = replace(config(), speculative_config=speculative)
+    loaded = ModelPair.load(with_heads)
+    seen, forward = [], ModelRunner.forward
+
+    def counting(self, batch, hidden=None, features=None):
+        seen.append((batch.hidden_idx is not None and len(batch.hidden_idx), features and len(features.values)))
+        return forward(self, batch, hidden=hidden, features=features)
+
+    monkeypatch.setattr(ModelRunner, "forward", counting)
+    run_largest_step(loaded, with_heads)
+    assert seen == [(100, None), (False, 100)]
 
 
 @pytest.mark.parametrize(

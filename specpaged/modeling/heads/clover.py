@@ -42,7 +42,8 @@ class CloverDecoder(nn.Module):
     def __init__(
         self,
         config: HeadsConfig,
-        target: FlatDecoder,  # whose embedding and output layer these heads share
+        target: FlatDecoder,  # whose output layer these heads share
+        embedding: Tensor | None,  # [V, H] their own; None: the target's
         regressive: ResAttention,  # of the block, and of the recurrence
         recurrent: ResAttention,
         layers: list[FlatLayer],
@@ -57,6 +58,9 @@ class CloverDecoder(nn.Module):
         self.config = config
         self.dtype = dtype
         self._target = [target]  # whose tensors are not ours to hold
+        shared = embedding is None
+        self.embedding = nn.Parameter(target.embedding if shared else embedding, requires_grad=False)
+        self.embedding_multiplier = target.embedding_multiplier if shared else 1.0
         self.regressive, self.recurrent = regressive, recurrent
         self.layers = nn.ModuleList(layers)
         self.final_norm, self.head_norm = block_norm, head_norm
@@ -69,7 +73,7 @@ class CloverDecoder(nn.Module):
 
     @property
     def ends(self) -> FlatDecoder:
-        """Whose embedding and output layer it has."""
+        """Whose output layer it has."""
         return self._target[0]
 
     @property
@@ -105,9 +109,8 @@ class CloverDecoder(nn.Module):
         return self._logits(self.later(torch.cat((hidden, embedded), dim=-1))), hidden
 
     def _embedded(self, token_ids: Tensor) -> Tensor:
-        ends = self.ends
-        embedded = F.embedding(token_ids, ends.embedding).to(self.dtype)
-        return embedded if ends.embedding_multiplier == 1.0 else embedded * ends.embedding_multiplier
+        embedded = F.embedding(token_ids, self.embedding).to(self.dtype)
+        return embedded if self.embedding_multiplier == 1.0 else embedded * self.embedding_multiplier
 
     def _logits(self, x: Tensor) -> Tensor:
         return self.ends.finished(self.ends.output(self.head_norm(x)))

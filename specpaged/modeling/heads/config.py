@@ -96,6 +96,8 @@ def _demands(
     """Keys, their values, and those that are allowed."""
     if _SPECULATORS in config:
         yield _SPECULATORS, config[_SPECULATORS], (method,) if method == "eagle3" else ()
+        of_layer = config.get("transformer_layer_config", {}).get("model_type", "llama")
+        yield "transformer_layer_config.model_type", of_layer, ("llama",)
     else:
         architectures = CLOVER_ARCHITECTURES if method == "clover" else EAGLE3_ARCHITECTURES
         named = config.get("architectures") or [None]
@@ -108,6 +110,8 @@ def _demands(
         yield "use_aux_hidden_state", eagle.get("use_aux_hidden_state", True), (True,)
         yield "logit_scale", config.get("logit_scale", 1.0), (1.0,)
         yield "pard_token", config.get("pard_token"), (None,)  # of parallel drafting
+    for layer_type in layer.get("layer_types") or ():
+        yield "layer_types", layer_type, ("full_attention",)
     yield "quantization_config", config.get("quantization_config"), (None,)
     yield "hidden_act", layer.get("hidden_act", "silu"), ("silu",)
     for key in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"):

@@ -39,16 +39,16 @@ class CppHeads(nn.Module):
         rotations = rotations_of(decoder)
         gather_weights([cpp_kernel(linear) for linear in (*_own_linears(decoder), *linears_of(decoder.layers))])
         self._layers = layer_structs(decoder.layers, rotations)
-        ends = decoder.ends
+        embedding = decoder.embedding
         struct = decoder_kernel.Decoder(
             len(decoder.layers), min(len(cos) for cos, _ in rotations.values()), flat.vocab_size, flat.hidden_size,
             flat.intermediate_size, flat.num_heads, flat.num_kv_heads, flat.head_dim, 0, flat.norm_eps, 1.0,
-            ends.embedding_multiplier, self._layers, ends.embedding.data_ptr(), STORAGE[ends.embedding.dtype],
-            _weight(ends.output), decoder.final_norm.weight.data_ptr(),
+            decoder.embedding_multiplier, self._layers, embedding.data_ptr(), STORAGE[embedding.dtype],
+            _weight(decoder.ends.output), decoder.final_norm.weight.data_ptr(),
         )  # fmt: skip
         own = _clover(decoder) if self.recur else _eagle3(decoder, target_hidden_size)
         self._kept = own.pop("kept", None)
-        self._struct = kernel.Heads(decoder=struct, num_embeddings=len(ends.embedding), **own)
+        self._struct = kernel.Heads(decoder=struct, num_embeddings=len(embedding), **own)
 
     @override
     def forward(
@@ -101,7 +101,7 @@ def num_draftable(decoder: nn.Module, num_ids: int) -> int:
 def are_all_cpp(decoder: Eagle3Decoder | CloverDecoder) -> bool:
     """Whether all operations of the heads are our C++ kernels, so that CppHeads can stand for them."""
     keeps_order = getattr(decoder.ends, "keeps_order", True)
-    return keeps_order and decoder.ends.embedding.dtype in STORAGE and is_all_cpp(decoder.layers, decoder.linears)
+    return keeps_order and decoder.embedding.dtype in STORAGE and is_all_cpp(decoder.layers, decoder.linears)
 
 
 def _own_linears(decoder: Eagle3Decoder | CloverDecoder) -> list[nn.Module]:

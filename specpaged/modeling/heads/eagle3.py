@@ -60,7 +60,7 @@ class Eagle3Decoder(nn.Module):
 
     @property
     def ends(self) -> Eagle3Decoder:
-        """Whose embedding and output layer it has."""
+        """Whose output layer it has."""
         return self
 
     @property

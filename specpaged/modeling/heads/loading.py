@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,6 +18,23 @@ from specpaged.modeling.heads.config import HeadsConfig
 from specpaged.modeling.heads.source import HeadsSource, flat_decoder
 from specpaged.modeling.loaded_model import LoadedModel, held_bytes
 from specpaged.modeling.loading import compute_form
+
+
+def heads_config_dict(model: str) -> dict[str, Any]:
+    """The config.json of heads.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if os.path.exists(model):
+        check_local_checkpoint(model)
+    try:
+        return PreTrainedConfig.get_config_dict(model)[0]
+    except Exception as error:
+        raise ValueError(
+            f"speculative_config['model']={model!r} is no local directory, and its config could not be had from the "
+            f"hub (no such repository, or no network): {first_line(error)}"
+        ) from error
 
 
 def load_heads(
@@ -40,16 +58,7 @@ def load_heads(
             f"speculative_config['method']={method!r} needs a target whose layers are ours: {target.not_flat}; "
             "allowed here: method 'draft_model', 'ngram' or 'suffix'"
         )
-    local = os.path.exists(model)
-    if local:
-        check_local_checkpoint(model)
-    try:
-        config, _ = PreTrainedConfig.get_config_dict(model)
-    except Exception as error:
-        raise ValueError(
-            f"speculative_config['model']={model!r} is no local directory, and its config could not be had from the "
-            f"hub (no such repository, or no network): {first_line(error)}"
-        ) from error
+    config = heads_config_dict(model)
     try:
         ours = HeadsConfig.of(method, config, len(target.kv_spec.layers), target.hidden_size, target.vocab_size)
         source = HeadsSource(ours, Checkpoint(model), target)

@@ -103,6 +103,7 @@ class HeadsSource(FlatSource):
         return CloverDecoder(
             self.heads,
             flat_decoder(self.target),
+            tensors.get(EMBEDDING["clover"]),
             res_attention(_REGRESSIVE),
             res_attention(_RECURRENT),
             [self._layer(layer_idx, make_linear, ops) for layer_idx in range(len(self.config.layers))],
