@@ -58,6 +58,8 @@ def train_drafter(
         console.print("stopped: the same command goes on from its last checkpoint")
         raise typer.Exit(130) from None
     console.print(_table(figures))
+    if "speed" in figures:  # of a run that ended before it was measured there is none
+        console.print(_speed_table(figures["speed"]))
     console.print(f"heads: {out}", highlight=False, markup=False, soft_wrap=True)
     console.print(figures["serve"], highlight=False, markup=False, soft_wrap=True)
     if as_json:
@@ -109,4 +111,18 @@ def _table(figures: dict[str, Any]) -> Table:
         for name, label in (("heads", f"{figures['method']} heads"), ("prompt_lookup", "prompt lookup")):
             shares = (f"{share:.2f}" for share in of_it[name]["by_position"])
             table.add_row(label + where, *shares, f"{of_it[name]['mean_acceptance_length']:.2f}")
+    return table
+
+
+def _speed_table(speed: dict[str, Any]) -> Table:
+    table = Table(
+        title="the engine's speed with so many drafts, over plain decoding",
+        caption="greedy, behind the held-out prompts, in turn: medians",
+    )
+    ratios = next(iter(speed.values()))["over_plain"]
+    for column in ("batch size", "plain, tokens/s", *(f"K = {k}" for k in range(1, 1 + len(ratios)))):
+        table.add_column(column, justify="right")
+    for size, of_size in speed.items():
+        ratios = (f"{ratio:.2f}" for ratio in of_size["over_plain"])
+        table.add_row(size, f"{of_size['plain_tokens_per_second']:.0f}", *ratios)
     return table

@@ -29,7 +29,7 @@ class SuffixDrafter(LookupDrafter):
 
 
 class SuffixIndexes(Indexes):
-    """Of each sequence that has drafted, and of the outputs of those that have ended, drafts or not, the newest ones."""
+    """Of each sequence that has drafted, and of the outputs of whoever has ended, the newest ones."""
 
     evidence_is_length = False
 

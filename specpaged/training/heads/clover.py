@@ -25,7 +25,7 @@ class ResAttention(nn.Module):
     def __init__(self, shape: HeadShape):
         super().__init__()
         size = shape.hidden_size
-        self.num_heads, self.eps = shape.num_res_heads, shape.rms_norm_eps
+        self.num_heads, self.eps = shape.num_attention_heads, shape.rms_norm_eps
         self.input_layernorm = RMSNorm(size, shape.rms_norm_eps)
         self.q, self.k, self.v = (nn.Linear(size, size) for _ in range(3))
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -66,7 +67,9 @@ def request_of(prompts: list[list[int]], index: int, seed: int) -> Request:
     return Request(prompt, 0.0 if greedy else SAMPLED_TEMPERATURE, int(rng.integers(2**63)))
 
 
-def open_engine(target: str, sequence_length: int, device: str) -> LLM:
+def open_engine(
+    target: str, sequence_length: int, device: str, speculative_config: dict[str, Any] | None = None
+) -> LLM:
     """An engine whose outputs depend on nothing but prompt and seed; where there can be none, a fast one."""
     arguments = {
         "device": device,
@@ -74,7 +77,11 @@ def open_engine(target: str, sequence_length: int, device: str) -> LLM:
         "max_num_seqs": BATCH,
         "max_model_len": sequence_length,
     }
-    model = None if target == EMBEDDED_TARGET else target  # the embedded one has a draft model
+    model = target
+    if speculative_config is not None:
+        arguments["speculative_config"] = speculative_config
+    elif target == EMBEDDED_TARGET:  # which has a draft model
+        model = None
     try:
         return LLM(model, **arguments)
     except InexactError:

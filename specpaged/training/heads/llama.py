@@ -6,7 +6,6 @@ Dimensions: B sequences of T tokens, d hidden size, Hq / Hkv heads of D.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import gcd
 from typing import Any
 
 import torch
@@ -61,11 +60,6 @@ class HeadShape:
     def from_config(cls, config: dict[str, Any]) -> HeadShape:
         """The sizes that a config.json names."""
         return cls(**{name: config[name] for name in cls.__dataclass_fields__})
-
-    @property
-    def num_res_heads(self) -> int:
-        """Heads of a ResAttention, which split d evenly."""
-        return gcd(self.num_attention_heads, self.hidden_size)
 
 
 def _rope_theta(parameters: Any) -> float:

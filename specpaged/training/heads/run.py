@@ -12,7 +12,13 @@ from typing import Any
 
 import torch
 
-from specpaged.training.heads.acceptance import LONGEST_LOOKUP, Acceptance, measure_heads, measure_prompt_lookup
+from specpaged.training.heads.acceptance import (
+    LONGEST_LOOKUP,
+    NUM_DRAFTS,
+    Acceptance,
+    measure_heads,
+    measure_prompt_lookup,
+)
 from specpaged.training.heads.arguments import (
     DEFAULT_DRAFT_VOCAB_SIZE,
     TrainingArguments,
@@ -26,11 +32,14 @@ from specpaged.training.heads.eagle3 import Eagle3
 from specpaged.training.heads.head_checkpoint import save_heads
 from specpaged.training.heads.model_card import model_card, serving_line
 from specpaged.training.heads.prompt_data import Prompts, read_data, tokenize
+from specpaged.training.heads.speed import measure_speed
 from specpaged.training.heads.target import FrozenTarget, check_target
 from specpaged.training.heads.trainer import Progress, Settings, Trainer
 from specpaged.training.heads.vocabulary import draft_vocabulary
 
 WRITING_SHARE = 0.2  # of a budget of time, where no number of continuations is asked for
+SPEED_SHARE = 0.02  # of a budget of time, in which the engine decodes with the heads
+SPEED_SECONDS_OF_STEPS = 30.0  # at most, where steps are counted
 CONTINUATIONS_OF_STEPS = 2048  # where steps are counted, and no number is asked for
 MOST_CONTINUATIONS = 65_536
 SAVE_SECONDS = 60.0
@@ -89,8 +98,10 @@ class TrainingRun:
         acceptance = trainer.run(progress)
         save_heads(trainer.heads, self.out, target.loaded.dtype)
         figures = self._figures(trainer, acceptance, lookup, shortest) | {"early": self._early(trainer)}
+        del trainer, target  # the engine has a target of its own
+        figures["speed"] = self._speed(held_out)
         title = f"{self.arguments.method} heads for {self.arguments.target}"
-        progress.say(draw_curve(trainer.position["curve"], lookup, title, self.out / "curve.png"))
+        progress.say(draw_curve(figures["curve"], lookup, title, self.out / "curve.png"))
         (self.out / "README.md").write_text(model_card(figures, (self.out / "curve.png").exists()), encoding="utf-8")
         _write_json(final, figures)  # the last file: a run that has it is over
         return figures
@@ -137,7 +148,8 @@ class TrainingRun:
                 heads = Eagle3.fresh(target, draft_vocabulary(train, vocab_size, size), _sample(train))
         seconds = arguments.seconds
         if seconds is not None:
-            seconds = max(1.0, seconds - self._files["train"].seconds - self._files["held_out"].seconds)
+            written = self._files["train"].seconds + self._files["held_out"].seconds
+            seconds = max(1.0, (1 - SPEED_SHARE) * seconds - written)
         rate = arguments.learning_rate or default_learning_rate(arguments.method, target.config.hidden_size)
         settings = Settings(arguments.batch_size, rate, arguments.seed, self.threads, SAVE_SECONDS)
         budget = Budget(arguments.steps, seconds)
@@ -149,6 +161,13 @@ class TrainingRun:
         heads = measure_heads(trainer.heads, trainer.target, texts, self.arguments.batch_size)
         lookup = measure_prompt_lookup(texts)[0]
         return {"tokens": EARLY_TOKENS, "heads": heads.as_dict(), "prompt_lookup": lookup.as_dict()}
+
+    def _speed(self, held_out: list[Continuation]) -> dict[str, Any]:
+        arguments = self.arguments
+        heads = {"method": arguments.method, "model": str(self.out), "num_speculative_tokens": NUM_DRAFTS}
+        llm = open_engine(arguments.target, self.sequence_length, arguments.device, heads)
+        seconds = SPEED_SECONDS_OF_STEPS if arguments.seconds is None else SPEED_SHARE * arguments.seconds
+        return measure_speed(llm, [continuation.prompt_token_ids for continuation in held_out], seconds)
 
     def _figures(self, trainer: Trainer, heads: Acceptance, lookup: Acceptance, shortest: int) -> dict[str, Any]:
         arguments, position = self.arguments, trainer.position

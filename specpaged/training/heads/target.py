@@ -37,6 +37,12 @@ def check_target(target: str, sequence_length: int | None) -> int:
     reason = why_not(config, trust_remote_code=False)
     if reason is not None:
         raise ValueError(f"--target={target!r} has hidden states of another kind than heads are trained on: {reason}")
+    flat = flat_config(config)
+    if flat.hidden_size % flat.num_heads:
+        raise ValueError(
+            f"--target={target!r} has a hidden size of {flat.hidden_size}, which its {flat.num_heads} heads do not "
+            "divide: no config.json of draft heads can say so"
+        )
     longest = config.max_position_embeddings
     if sequence_length is None:
         return min(longest, 256 if config.hidden_size < NARROW else 512)

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from specpaged.cli import app, printing
 from specpaged.training.heads.head_checkpoint import load_heads
 from specpaged.training.heads.trainer import Trainer
+from tests import toys
 from tests.toys import VOCAB_SIZE
 
 BUDGET = ("--steps", 3, "--continuations", 16, "--sequence-length", 48, "--batch-size", 4, "--threads", 1)
@@ -66,6 +67,12 @@ def test_a_file_of_text_becomes_heads(train, text, tmp_path, method):
         assert config["num_heads"] == 5
         assert tensors["clover_head_mlp2.weight"].shape == (32, 64)
     load_heads(out)
+    assert set(figures["speed"]) == {"1", "8"}
+    for of_size in figures["speed"].values():
+        assert of_size["turns"] >= 1
+        assert len(of_size["over_plain"]) == 5
+        assert min(of_size["over_plain"]) > 0
+        assert f"{of_size['plain_tokens_per_second']:.0f}" in (out / "README.md").read_text()
     before = (out / "model.safetensors").stat().st_mtime_ns
     again = train(*arguments)
     assert again.exit_code == 0, again.output
@@ -122,6 +129,17 @@ def test_a_target_that_is_not_flat_is_refused_by_name(train, text, tmp_path):
     assert result.exit_code == 2
     assert "--target=" in result.stderr
     assert "gpt2" in result.stderr
+
+
+def test_a_target_whose_width_its_heads_do_not_divide_is_refused_before_any_work(train, text, tmp_path):
+    """Heads of its shape could be trained, and not be loaded."""
+    path = tmp_path / "odd"
+    toys.model(hidden_size=36, num_attention_heads=8, num_key_value_heads=2, head_dim=16).save_pretrained(path)
+    for method in ("clover", "eagle3"):
+        result = train("--method", method, "--data", text, "--out", tmp_path / "out", target=str(path))
+        assert result.exit_code == 2
+        assert "a hidden size of 36, which its 8 heads do not divide" in " ".join(result.stderr.split())
+        assert not (tmp_path / "out").exists()
 
 
 def test_a_folder_goes_on_with_the_same_arguments_only(train, text, tmp_path):
