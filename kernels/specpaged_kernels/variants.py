@@ -32,14 +32,15 @@ from specpaged_kernels import (
     paged_attention,
     realign,
     rejection,
+    res_attention,
     rms_norm,
     select_drafts,
     store_kv,
 )
 from specpaged_kernels.jit import OPTIONS, Variant
 
-OPERATIONS = (paged_attention, store_kv, pack, accept, rejection, linear, lm_head, rms_norm, realign, decoding_round,
-              select_drafts)  # fmt: skip
+OPERATIONS = (paged_attention, store_kv, pack, accept, rejection, linear, lm_head, rms_norm, res_attention, realign,
+              decoding_round, select_drafts)  # fmt: skip
 ARCHS = (80, 90)
 _RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+)")
 

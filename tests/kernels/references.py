@@ -11,7 +11,7 @@ from specpaged.modeling.attention import triton_pass
 from specpaged.sampling import device as device_sampling
 from specpaged.sampling import noise
 from specpaged.verification import device as device_verification
-from specpaged_kernels import decoding_round, linear, lm_head, rms_norm
+from specpaged_kernels import decoding_round, linear, lm_head, res_attention, rms_norm
 from specpaged_kernels.accept import accept_ref, sample_ref
 from specpaged_kernels.pack import pack_ref
 from specpaged_kernels.paged_attention import paged_attention_ref
@@ -65,6 +65,7 @@ def put_row_wise_ones_in_place(monkeypatch) -> None:
         (linear, "linear", lambda x, weight, bias=None, tiles=None: linear.linear_ref(x, weight, bias)),
         (lm_head, "lm_head", lambda x, weight, bias=None, tiles=None: lm_head.lm_head_ref(x, weight, bias)),
         (rms_norm, "rms_norm", rms_norm.rms_norm_ref),
+        (res_attention, "res_attention", res_attention.res_attention_ref),
     ):
         monkeypatch.setattr(module, name, function)
 

@@ -25,6 +25,7 @@ from specpaged_kernels.pack import pack
 from specpaged_kernels.paged_attention import choose_tiles, paged_attention, work_list_ref
 from specpaged_kernels.realign import realign
 from specpaged_kernels.rejection import reject
+from specpaged_kernels.res_attention import res_attention
 from specpaged_kernels.rms_norm import rms_norm
 from specpaged_kernels.select_drafts import select_drafts
 from specpaged_kernels.store_kv import store_kv
@@ -172,6 +173,10 @@ def test_operations_launch_nothing_that_is_not_in_the_table(dtype, monkeypatch):
         x, weight = torch.zeros(2, size, dtype=dtype), torch.zeros(size, dtype=dtype)
         rms_norm(x, weight, 1e-6)
         rms_norm(x, weight, 1e-6, residual=x.clone())
+    for head_size in (64, 96, 256, 704):
+        x, key_value = torch.zeros(2, 2 * head_size, dtype=dtype), torch.zeros(2, 4 * head_size, dtype=dtype)
+        for embedded in (None, x):
+            res_attention(x, x, key_value, 2, 1e-6, embedded)
     drafts, cu_rows = torch.zeros(2, 3, dtype=torch.int64), torch.tensor([0, 4, 5], dtype=torch.int32)
     logits, keys, ints = torch.zeros(5, 9000), torch.zeros(5, 4, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
     sample(logits)

@@ -179,7 +179,7 @@ class RowWiseOps:
     """
 
     def __init__(self, config: FlatConfig, backend: str, splits_activation: bool):
-        self.config = config
+        self.config, self.backend = config, backend
         self._norm, self._heads = {
             "cpp": (CppNorm, CppHeads),
             "triton": (TritonNorm, TritonHeads),

@@ -31,6 +31,32 @@ class ResAttention(nn.Module):
         cosine = F.cosine_similarity(query.float(), key.float(), dim=-1, eps=self.eps).to(x.dtype)
         return x + (cosine[..., None] * value).reshape(x.shape)
 
+    def beside(self, x: Tensor, embedded: Tensor) -> Tensor:
+        """The same, and the embedding behind it: [N, 2 H]"""
+        return torch.cat((self(x, embedded), embedded), dim=-1)
+
+
+class TritonResAttention(ResAttention):
+    """ResAttention in our Triton kernel: one launch behind the three projections."""
+
+    def __init__(self, norm: Norm, query: nn.Module, key_value: nn.Module, num_heads: int, eps: float):
+        super().__init__(norm, query, key_value, num_heads, eps)
+        from specpaged_kernels.res_attention import res_attention  # where it is wanted: defining kernels takes a second
+
+        self._res_attention = res_attention
+
+    @override
+    def forward(self, x: Tensor, embedded: Tensor) -> Tensor:
+        return self._run(x, embedded, None)
+
+    @override
+    def beside(self, x: Tensor, embedded: Tensor) -> Tensor:
+        return self._run(x, embedded, embedded)
+
+    def _run(self, x: Tensor, embedded: Tensor, behind: Tensor | None) -> Tensor:
+        query, key_value = self.query(self.norm(x)), self.key_value(embedded)
+        return self._res_attention(x, query, key_value, self.num_heads, self.eps, behind)
+
 
 class CloverDecoder(nn.Module):
     """A Decoder (see `source`) over pairs: a row is a token, and its features the target's last hidden state of the
@@ -105,8 +131,8 @@ class CloverDecoder(nn.Module):
     def recur(self, hidden: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
         """One more token [M] int64 behind hidden states [M, H]: logits [M, V] of what follows, and hidden states."""
         embedded = self._embedded(token_ids)
-        hidden = self.recurrent(hidden, embedded)
-        return self._logits(self.later(torch.cat((hidden, embedded), dim=-1))), hidden
+        both = self.recurrent.beside(hidden, embedded)
+        return self._logits(self.later(both)), both[:, : hidden.shape[1]]
 
     def _embedded(self, token_ids: Tensor) -> Tensor:
         embedded = F.embedding(token_ids, self.embedding).to(self.dtype)

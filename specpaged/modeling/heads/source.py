@@ -16,7 +16,7 @@ from specpaged.modeling.flat.decoder import FlatDecoder
 from specpaged.modeling.flat.row_wise import RowWiseOps
 from specpaged.modeling.flat.source import FlatSource, MakeLinear
 from specpaged.modeling.flat.weights import Checkpoint, layer_shapes
-from specpaged.modeling.heads.clover import CloverDecoder, ResAttention
+from specpaged.modeling.heads.clover import CloverDecoder, ResAttention, TritonResAttention
 from specpaged.modeling.heads.config import HeadsConfig
 from specpaged.modeling.heads.cpp_heads import CppHeads, are_all_cpp
 from specpaged.modeling.heads.eagle3 import Eagle3Decoder
@@ -95,10 +95,12 @@ class HeadsSource(FlatSource):
     def _clover(
         self, tensors: dict[str, Tensor], linear: MakeLinear, make_linear: MakeLinear, ops: RowWiseOps
     ) -> nn.Module:
+        attention = TritonResAttention if ops.backend == "triton" else ResAttention
+
         def res_attention(name: str) -> ResAttention:
             norm = ops.norm(tensors[f"{name}.input_layernorm.weight"])
             eps, num_heads = self.config.norm_eps, self.config.num_heads
-            return ResAttention(norm, linear(f"{name}.q"), linear(f"{name}.k", f"{name}.v"), num_heads, eps)
+            return attention(norm, linear(f"{name}.q"), linear(f"{name}.k", f"{name}.v"), num_heads, eps)
 
         return CloverDecoder(
             self.heads,
