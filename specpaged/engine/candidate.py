@@ -32,7 +32,7 @@ def candidate_of(sequence: Sequence, follows_target: bool) -> Candidate:
     lag, unseen = (1, 0) if follows_target else (draft_lag(sequence), num_unseen(sequence))
     most, left = sequence.max_draft_tokens, num_left(sequence)
     may_glance = lag > GLANCE and bool(glanced_blocks(sequence))
-    return Candidate(sequence, most, lag, unseen, sequence.num_tokens, left, may_glance)
+    return Candidate(sequence, most, lag, unseen, sequence.num_tokens, left, may_glance, sequence.model_drafts)
 
 
 def arrival_of(sequences: SequenceOf[Sequence], follows_target: bool) -> Arrival | None:

@@ -58,7 +58,7 @@ def row_of_reader(entry: ScheduledSequence, num_draft_tokens: int, most_tokens: 
     It says that it lacks the last but one of its tokens, whichever it is.
     """
     sequence, table = entry.sequence, entry.sequence.page_table
-    lags = sequence.max_draft_tokens == 0 or table.context_lens[DRAFT] < entry.context_len
+    lags = sequence.max_model_draft_tokens == 0 or table.context_lens[DRAFT] < entry.context_len
     row = decoding_row(entry, 0 if lags else num_draft_tokens, most_tokens, **lookups)
     if not lags or entry.context_len == 0:
         return row

@@ -44,17 +44,17 @@ class DraftPlanner:
     def __init__(self, controller: Controller, follows_target: bool = False, gives_up: bool = True):
         self.controller = controller
         self.follows_target = follows_target  # the drafter does: nobody has to catch up, or can
-        self.followers = Followers() if follows_target and gives_up else None  # ranks have to give up the same ones
+        follows = follows_target and gives_up  # ranks have to give up the same ones
+        self.followers = Followers(keeps_lookups=bool(getattr(controller, "lookups", ()))) if follows else None
         self.clock = StepClock(controller, follows_target)
         self._looking, self._planning, self._looking_again = Chore(*_LOOKING), Chore(*_PLANNING), Chore(*_LOOKING_AGAIN)
         self._observe_proposed = getattr(controller, "observe_proposed", None)  # of whom asks a drafter without a model
         self._standing = StandingPlan()
         self._half: int | None = None  # whose plan it is, where batches go by halves
         self._others: dict[int, StandingPlan] = {}  # the other half's
-        self.outcomes = Outcomes(controller)
+        self.outcomes, self.calls = Outcomes(controller), Calls()
         self._proposals: dict[Sequence, Draft] = {}  # of which nobody knows yet what came of them
         self._num_proposed = self._looked_next = 0  # proposals; the step whose drafts will be waited for, at the latest
-        self.calls = Calls()
         # Whether drafts are such as turns are followed of: what others find is asked for whatever the text.
         self._models_draft = getattr(self.costs, "draft", None) is not None
         self._is_late = False  # the host, in rounds of a device's
@@ -156,7 +156,7 @@ class DraftPlanner:
         if plan.tries_rows and (self.follows_target or self.clock.is_deaf):
             # Heads have to run what the target runs, and would not; and beside another lane nobody listens.
             plan = Plan([0] * len(sequences))
-        if self.followers is not None and not plan.lookups:  # whose finds those would lose, too
+        if self.followers is not None:
             self.followers.planned(sequences, plan.num_draft_tokens, age - self._standing.since)
         if (num_unsettled := self._standing.still_unsettled(sequences, plan)) and not plan.is_trial:
             plan = replace(plan, is_provisional=True, num_steps=min(_SOON, plan.num_steps))

@@ -44,7 +44,7 @@ def draft_row(
     nothing = None if lookup is None else DraftRow(sequence, (), 0, (), 0, request_idx, lookup=lookup)
     if reads_target and hidden is None:
         return nothing
-    drafts = sequence.max_draft_tokens > 0  # if it goes on
+    drafts = sequence.max_model_draft_tokens > 0  # if it goes on
     catches_up = drafts and not sequence.has_ended and ((entry.in_prefill and follows_prompt) or hidden is not None)
     catches_up = catches_up or (follows_target and (entry.in_prefill or drafts))
     if sequence.error is not None or not (k > 0 or catches_up or num_looked_back):

@@ -13,7 +13,7 @@ import torch
 from specpaged.config import EngineConfig
 from specpaged.drafting.base import Drafter
 from specpaged.engine.draft_planner import DraftPlanner
-from specpaged.engine.followers import admits
+from specpaged.engine.followers import admits, give_up, keeps_lookups
 from specpaged.engine.kv_layout import KVLayout
 from specpaged.engine.recovery import Recovery, score_and_verify
 from specpaged.engine.request import Request, validate_request
@@ -116,9 +116,7 @@ class Engine:
             verification=self.speculative_step.verifier.name,
         )
         bad_words = self.vocabulary.bad_words(params)
-        seed = params.seed
-        if seed is None:
-            seed = derived_seed(self.config.seed, next(self._derived))
+        seed = derived_seed(self.config.seed, next(self._derived)) if params.seed is None else params.seed
         sequences, is_admitted = [], params.num_speculative_tokens == 0 or admits(self.speculative_step.planner)
         for child_idx in range(params.n):
             sequence = self._new_sequence(request_id, prompt_token_ids, params, seed, child_idx, bad_words, is_admitted)
@@ -211,13 +209,15 @@ class Engine:
         is_admitted: bool,
     ) -> Sequence:
         own = params.num_speculative_tokens
-        max_draft_tokens = is_admitted * (self.max_draft_tokens if own is None else own)  # 0: one pool, no draft KV
-        table = self.kv_layout.new_table(self.allocator, self.num_pools if max_draft_tokens else 1)
+        max_draft_tokens = self.max_draft_tokens if own is None else own
+        table = self.kv_layout.new_table(self.allocator, self.num_pools if max_draft_tokens and is_admitted else 1)
         child_seed = (seed + child_idx) % 2**64
         sequence = Sequence(request_id, list(prompt_token_ids), params, child_seed, table, max_draft_tokens, child_idx)
         sequence.sampling_request = SamplingRequest.of(sequence, self.vocabulary.stop_ids(params), bad_words)
         room = self.config.max_model_len - len(prompt_token_ids)
         sequence.stop_checker = self.vocabulary.stop_checker(params, sequence.prompt_token_ids, room)
+        if not is_admitted:
+            give_up(sequence, keeps_lookups(self.speculative_step.planner))
         return sequence
 
     def _schedule(self, may_be_empty: bool = False) -> ScheduledStep:

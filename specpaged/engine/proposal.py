@@ -15,6 +15,7 @@ from specpaged.drafting.draft import NO_DRAFT, Draft
 from specpaged.drafting.draft_model import DraftModelDrafter
 from specpaged.engine.candidate import num_unseen
 from specpaged.engine.draft_row import draft_row, glance_row, lacks_hidden_states
+from specpaged.engine.followers import give_up
 from specpaged.engine.sequence import Sequence
 from specpaged.paging.block_allocator import IntegrityError
 from specpaged.paging.page_table import DRAFT
@@ -133,7 +134,7 @@ def prepare(step: SpeculativeStep, scored: ScoredStep, reserve: Reserve) -> Prop
         lacking = [entry.sequence for entry in reading if lacks_hidden_states(entry, scored.rounds is not None)]
     if step.agree is None:
         for sequence in lacking:  # for good
-            sequence.max_draft_tokens = 0
+            give_up(sequence, keeps_lookups=isinstance(step.drafter, CombinedDrafter))
     plan, counts = _plan(step, going_on, lacking, reserve, scored.num_rounds)
     looking = [going_on[i] for i in plan.looks_back if not counts[i]]
     glancing = {going_on[i] for i in plan.glances}

@@ -49,7 +49,7 @@ def run_rounds(step: SpeculativeStep, entries: SequenceOf[ScheduledSequence]) ->
     if step.reserve_rounds is None or step.agree is not None or not step.target.runs_greedy:
         return None
     reads = drafter is not None and drafter.hidden_states is not None
-    reads = reads and any([entry.sequence.max_draft_tokens for entry in entries])
+    reads = reads and any([entry.sequence.max_model_draft_tokens for entry in entries])
     sequences = []
     for entry in entries:
         if entry.num_new_tokens != 1 or not entry.samples or wants_prompt_logits(entry):
@@ -77,7 +77,7 @@ def run_rounds(step: SpeculativeStep, entries: SequenceOf[ScheduledSequence]) ->
     row_of, far_behind = row_of_reader if reads else partial(decoding_row, lookup=lookup), _FAR_BEHIND
     counts = [k for k, _ in reserved]
     if isinstance(in_rounds, Together):
-        counts, choices = _shares(step, counts, wanted, choices)
+        counts, choices = _shares(step, sequences, counts, wanted, choices)
         in_rounds, lookups = in_rounds
         row_of, far_behind = partial(row_of, lookups=lookups), _FAR_BEHIND_LOOKUPS
     of_rows = zip_longest(entries, reserved, counts, choices)
@@ -107,6 +107,7 @@ def run_rounds(step: SpeculativeStep, entries: SequenceOf[ScheduledSequence]) ->
 
 def _shares(
     step: SpeculativeStep,
+    sequences: SequenceOf[Sequence],
     counts: list[int],
     wanted: SequenceOf[int] | None,
     choices: SequenceOf[LookupChoice | None],
@@ -115,7 +116,8 @@ def _shares(
     if wanted is not None:
         choices = [choice and choice.within(k) for choice, k in zip(choices, counts, strict=bool(choices))]
         return list(map(min, counts, wanted)), choices
-    of_model = counts if step.drafter.model is not None else [0] * len(counts)
+    has_model = step.drafter.model is not None
+    of_model = [k * (has_model and sequence.model_drafts) for sequence, k in zip(sequences, counts, strict=True)]
     return of_model, [step.drafter.choice(*of) for of in zip(counts, of_model, strict=True)]
 
 

@@ -47,6 +47,7 @@ class Sequence:
         "logprobs",
         "max_draft_tokens",
         "metrics",
+        "model_drafts",
         "num_prompt_tokens",
         "output_token_ids",
         "page_table",
@@ -81,6 +82,7 @@ class Sequence:
         self.output_token_ids: list[int] = []
         self.page_table = page_table
         self.max_draft_tokens = max_draft_tokens
+        self.model_drafts = True  # of drafters together, whether that with a model may; lookups may in any case
         self.draft: Draft = NO_DRAFT  # behind the last known token, proposed and not yet verified
         self.fork_source: Sequence | None = None
         self.status = SequenceStatus.WAITING
@@ -93,6 +95,11 @@ class Sequence:
         self.sampling_request: Any = None  # built once by the engine; holds output_token_ids by reference
         self.stop_checker: Any = None  # None: somebody else says when the sequence ends
         self.stop_ids: SequenceOf[int] = ()  # tokens that end it, where somebody else says so
+
+    @property
+    def max_model_draft_tokens(self) -> int:
+        """Of `max_draft_tokens`, those of a model."""
+        return self.max_draft_tokens if self.model_drafts else 0
 
     @property
     def prompt_token_ids(self) -> list[int]:

@@ -116,7 +116,7 @@ class StandingPlan:
         """That one may have who comes: none, if it is not repaid to catch up for them."""
         lag_repaid = self.plan.lag_repaid
         catches_up = lag_repaid is None or lag_repaid.repays(draft_lag(sequence), num_left(sequence))
-        return sequence.max_draft_tokens if catches_up else 0
+        return sequence.max_model_draft_tokens if catches_up else 0
 
     def _takes_along(self, num_new: int, num_seqs: int) -> bool:
         """Whether so many more, of so many, may do as the others: nobody has been asked about them."""

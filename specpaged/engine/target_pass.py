@@ -42,7 +42,7 @@ def run_target(
     """
     rows, of_prompts = [], False
     for entry in entries:
-        reads = entry.sequence.max_draft_tokens > 0 or (hidden_of_prompts and entry.in_prefill)
+        reads = entry.sequence.max_model_draft_tokens > 0 or (hidden_of_prompts and entry.in_prefill)
         reads = reads and hidden is not None
         of_prompt = wants_prompt_logits(entry)
         rows.append(_ragged_row(entry, reads, of_prompt))

@@ -63,7 +63,7 @@ class CombinedController(MeasuringController):
         if self.model is None:
             plan = Plan([0] * len(candidates), num_steps=_PLANNED)
         else:
-            plan = self.model.plan(candidates, num_steps)
+            plan = self.model.plan([c if c.model_drafts else replace(c, most=0) for c in candidates], num_steps)
             if plan.is_trial:  # of steps with these drafts alone
                 return plan
         self._times.context = sum([c.context_len for c in candidates]) / len(candidates)

@@ -28,6 +28,7 @@ class Candidate:
     context_len: int = 0  # known tokens
     num_left: int | None = None  # tokens that may still come, where that is known
     may_glance: bool = False  # whether the drafter can look at its last GLANCE tokens as if they were all
+    model_drafts: bool = True  # of drafters together, whether that with a model may, too
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from vllm.logger import init_logger
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, DraftTokenIds, ModelRunnerOutput
 
 from specpaged.drafting.base import DraftOutput
-from specpaged.engine.followers import admits
+from specpaged.engine.followers import admits, give_up, keeps_lookups
 from specpaged.engine.sequence import Sequence
 from specpaged.engine.step import ScoredStep, SpeculativeStep
 from specpaged.metrics import EngineMetrics
@@ -95,7 +95,7 @@ class SpecPagedModelRunner:
                 self.rounds.forget(gone)
             for sequence in self.sequences.new:
                 if sequence.max_draft_tokens and not admits(self.speculative_step.planner):
-                    sequence.max_draft_tokens = 0
+                    give_up(sequence, keeps_lookups(self.speculative_step.planner))
         if not entries:
             return EMPTY_MODEL_RUNNER_OUTPUT
         if self.rounds is not None and host_reason is None:

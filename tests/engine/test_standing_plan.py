@@ -55,7 +55,7 @@ class Newcomer:
     """As much of a sequence as is asked of who has not been planned for."""
 
     def __init__(self, max_draft_tokens: int = 8, lag: int = 1, max_tokens: int | None = None):
-        self.max_draft_tokens = max_draft_tokens
+        self.max_draft_tokens = self.max_model_draft_tokens = max_draft_tokens
         self.num_tokens, self.output_token_ids = lag, [0]
         self.page_table = SimpleNamespace(context_lens=[lag, 0], draft_lag=lambda num_tokens: num_tokens)
         self.params = SimpleNamespace(max_tokens=max_tokens)
