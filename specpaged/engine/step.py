@@ -69,8 +69,8 @@ class SpeculativeStep:
 
     The four calls come in their order; sequences change in `commit` and `propose` alone. A proposal runs no more than
     `max_num_batched_tokens` tokens of those who are far behind in the drafter's KV. `follows_target` says that
-    the drafter runs the prompts of those who do not draft as well, as its KV depends on hidden states, and blocks are
-    shared by a host who does not ask; else it is left behind by them, and catches up when they draft. `planner` decides
+    the drafter runs those who do not draft, too, and the prompts of whom it has given up, as its KV depends on hidden
+    states, and blocks are shared by a host who does not ask; else it catches up when they draft. `planner` decides
     how much is drafted and verified; without one it is as much as the host reserves. `agree` makes ranks that verify
     together take one rank's drafts. With `reserve_rounds`, up to `most_rounds` (see CallLength) are one step where that
     is one call, in which the drafts behind them are made as well.
@@ -244,7 +244,7 @@ class SpeculativeStep:
             self.vocab_size,
             argmax=argmax,
             hidden=self.drafter.hidden_states if self.drafter is not None else None,
-            hidden_of_prompts=self.follows_target,
+            hidden_of_all=self.follows_target,
         )
 
     def _rescored(self, scored: ScoredStep, verified: VerifyOutput) -> VerifyOutput:

@@ -33,16 +33,18 @@ def run_target(
     *,
     argmax: bool,
     hidden: HiddenStatesRequest | None,
-    hidden_of_prompts: bool = False,
+    hidden_of_all: bool = False,
 ) -> TargetPass:
     """Run the target over the entries.
 
     With `argmax` the rows' most likely tokens will do, and logits are made only where a prompt's log-probabilities are
-    asked for. Hidden states are those of sequences that may draft, and `hidden_of_prompts` those of all in prefill.
+    asked for. Hidden states are those of sequences that may draft, or `hidden_of_all` but the outputs of those whom the
+    drafter has given up.
     """
     rows, of_prompts = [], False
     for entry in entries:
-        reads = entry.sequence.max_model_draft_tokens > 0 or (hidden_of_prompts and entry.in_prefill)
+        reads = entry.sequence.max_model_draft_tokens > 0
+        reads = reads or (hidden_of_all and (entry.in_prefill or entry.sequence.model_drafts))
         reads = reads and hidden is not None
         of_prompt = wants_prompt_logits(entry)
         rows.append(_ragged_row(entry, reads, of_prompt))

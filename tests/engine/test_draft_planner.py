@@ -198,6 +198,7 @@ class Member:
     """As much of a sequence as a planner looks at."""
 
     max_draft_tokens, output_token_ids, has_ended = 4, (), False
+    max_model_draft_tokens, model_drafts = 4, True
     page_table = SimpleNamespace(context_lens=(8,))
     num_tokens = 9
     params = SimpleNamespace(max_tokens=None)
