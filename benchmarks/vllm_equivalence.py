@@ -62,7 +62,7 @@ REFERENCES = {"standalone": {}, "standalone, sampled": SAMPLED}
 def configurations(heads: Path | None, parts: str) -> dict[str, Configuration]:
     """Those whose names hold one of the parts, which ";" separates; with heads, and with suffixes where vLLM can.
 
-    BadParameter: a part is in no name, or a name is compared with one that is left out.
+    BadParameter: there are no such heads, a part is in no name, or a name is compared with one that is left out.
     """
     drafters: dict[str, dict[str, Any]] = {}
     if find_spec("arctic_inference") is not None:
@@ -70,6 +70,9 @@ def configurations(heads: Path | None, parts: str) -> dict[str, Configuration]:
     if heads is not None:
         drafters["eagle3"] = {"method": "eagle3", "model": str(heads / "eagle3")}
         drafters["clover"] = {"method": "custom_class", "model": f"clover:{heads / 'clover'}"}
+    for method in ("eagle3", "clover") if heads is not None else ():
+        if not (heads / method / "config.json").is_file():
+            raise typer.BadParameter(f"--heads: {str(heads)!r} has no folder {method!r} with a config.json")
     found = dict(CONFIGURATIONS)
     for name, of in drafters.items():
         speculation = of | {"num_speculative_tokens": 4}

@@ -115,14 +115,15 @@ def _table(figures: dict[str, Any]) -> Table:
 
 
 def _speed_table(speed: dict[str, Any]) -> Table:
+    from specpaged.training.heads.model_card import speed_rows
+
     table = Table(
         title="the engine's speed with so many drafts, over plain decoding",
         caption="greedy, behind the held-out prompts, in turn: medians",
     )
-    ratios = next(iter(speed.values()))["over_plain"]
-    for column in ("batch size", "plain, tokens/s", *(f"K = {k}" for k in range(1, 1 + len(ratios)))):
+    header, *rows = speed_rows(speed)
+    for column in header:
         table.add_column(column, justify="right")
-    for size, of_size in speed.items():
-        ratios = (f"{ratio:.2f}" for ratio in of_size["over_plain"])
-        table.add_row(size, f"{of_size['plain_tokens_per_second']:.0f}", *ratios)
+    for row in rows:
+        table.add_row(*row)
     return table

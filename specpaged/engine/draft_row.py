@@ -35,8 +35,8 @@ def draft_row(
     """What the drafter has to do for a sequence that has just been committed; None if nothing.
 
     Who has more than `most_tokens` known tokens to catch up with does so in several steps, and drafts in the last one.
-    With `follows_prompt` a prefill's tokens are run right behind the target; `follows_target` is SpeculativeStep's: all
-    that the target runs, but the outputs of whom the drafter has given up.
+    With `follows_prompt` a prefill's tokens are run right behind the target; `follows_target` is SpeculativeStep's: of
+    whom it follows, the target's pass has left hidden states.
     Hidden states reach the drafter in any case that goes on, as they do not come again: who lacks some of them, as a
     proposal has failed, drafts no more. Who looks back runs all that the target has run. A `lookup` needs no KV.
     """
@@ -46,7 +46,7 @@ def draft_row(
         return nothing
     drafts = sequence.max_model_draft_tokens > 0  # if it goes on
     catches_up = drafts and not sequence.has_ended and ((entry.in_prefill and follows_prompt) or hidden is not None)
-    catches_up = catches_up or (follows_target and (entry.in_prefill or sequence.model_drafts))
+    catches_up = catches_up or follows_target
     if sequence.error is not None or not (k > 0 or catches_up or num_looked_back):
         return nothing
     start, token_ids, blocks = 0, (), ()

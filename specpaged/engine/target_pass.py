@@ -43,9 +43,9 @@ def run_target(
     """
     rows, of_prompts = [], False
     for entry in entries:
-        reads = entry.sequence.max_model_draft_tokens > 0
-        reads = reads or (hidden_of_all and (entry.in_prefill or entry.sequence.model_drafts))
-        reads = reads and hidden is not None
+        sequence = entry.sequence
+        follows = hidden_of_all and (entry.in_prefill or sequence.model_drafts)
+        reads = hidden is not None and (follows or sequence.max_model_draft_tokens > 0)
         of_prompt = wants_prompt_logits(entry)
         rows.append(_ragged_row(entry, reads, of_prompt))
         of_prompts |= of_prompt

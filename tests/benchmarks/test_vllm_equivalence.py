@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from typer import BadParameter
 
@@ -11,8 +9,16 @@ from benchmarks import vllm_equivalence
 from benchmarks.vllm_equivalence import CONFIGURATIONS, REFERENCES, configurations
 
 
-def test_each_configuration_comes_behind_what_it_is_compared_with():
-    wanted = configurations(Path("heads"), "")
+@pytest.fixture
+def heads(tmp_path):
+    for method in ("eagle3", "clover"):
+        (tmp_path / method).mkdir()
+        (tmp_path / method / "config.json").write_text("{}")
+    return tmp_path
+
+
+def test_each_configuration_comes_behind_what_it_is_compared_with(heads):
+    wanted = configurations(heads, "")
     assert wanted.keys() > CONFIGURATIONS.keys()
     before = set(REFERENCES)
     for name, (*_, compared_with) in wanted.items():
@@ -21,18 +27,21 @@ def test_each_configuration_comes_behind_what_it_is_compared_with():
 
 
 @pytest.mark.parametrize("installed", [True, False])
-def test_heads_draft_where_they_are_given_and_suffixes_where_vllm_can(installed, monkeypatch):
+def test_heads_draft_where_they_are_given_and_suffixes_where_vllm_can(installed, monkeypatch, heads):
     monkeypatch.setattr(vllm_equivalence, "find_spec", lambda name: name if installed else None)
     without_heads = {name for name in configurations(None, "") if name not in CONFIGURATIONS}
     assert without_heads == (set(configurations(None, "suffix")) if installed else set())
-    assert set(configurations(Path("heads"), "eagle3;clover, decided")) == {
+    assert set(configurations(heads, "eagle3;clover, decided")) == {
         "eagle3", "eagle3, decided", "eagle3, prefix cache", "eagle3, preemption", "eagle3, sampled",
         "suffix beside eagle3", "clover, decided",
     }  # fmt: skip
-    assert configurations(Path("heads"), "clover")["clover"][0]["model"] == "clover:heads/clover"
+    assert configurations(heads, "clover")["clover"][0]["model"] == f"clover:{heads / 'clover'}"
 
 
-def test_a_configuration_is_refused_if_there_is_none_such_or_nothing_to_compare_it_with():
+def test_a_configuration_is_refused_if_there_is_none_such_or_nothing_to_compare_it_with(heads):
+    (heads / "clover" / "config.json").unlink()
+    with pytest.raises(BadParameter, match="has no folder 'clover'"):
+        configurations(heads, "eagle3")
     with pytest.raises(BadParameter, match="'medusa' is in no name"):
         configurations(None, "ngram;medusa")
     with pytest.raises(BadParameter, match="'sampled, lookups' is compared with 'sampled, plain'"):

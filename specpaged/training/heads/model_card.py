@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +29,14 @@ def model_card(figures: Mapping[str, Any], has_picture: bool) -> str:
         for label, key in (("these heads", "heads"), ("prompt lookup", "prompt_lookup")):
             shares = (f"{share:.3f}" for share in of_it[key]["by_position"])
             rows.append((label + where, *shares, f"{of_it[key]['mean_acceptance_length']:.2f}"))
-    table = "\n".join("| " + " | ".join(map(str, row)) + " |" for row in rows)
+    table = _markdown(rows)
     is_embedded = figures["target"] == EMBEDDED_TARGET
     target = "the embedded target of specpaged" if is_embedded else f"`{figures['target']}`"
     base_model = "" if is_embedded else f"base_model: {figures['target']}\n"
     arguments = "" if is_embedded else f'"{figures["target"]}", '
     picture = "\n![loss and acceptance](curve.png)\n" if has_picture else ""
-    speed = _speed_table(figures["speed"])
+    header, *of_sizes = speed_rows(figures["speed"])
+    speed = _markdown([header, tuple("---" for _ in header), *of_sizes])
     return f"""---
 {base_model}tags: [speculative-decoding, {figures["method"]}]
 ---
@@ -81,11 +82,15 @@ Batches of {figures["batch_size"]} sequences of up to {figures["sequence_length"
 """
 
 
-def _speed_table(speed: Mapping[str, Any]) -> str:
+def speed_rows(speed: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """A table of what `measure_speed` has found, its header first."""
     num_drafts = len(next(iter(speed.values()))["over_plain"])
-    header = ("batch size", "plain, tokens/s", *(f"K = {k}" for k in range(1, 1 + num_drafts)))
-    rows = [header, tuple("---" for _ in header)]
+    rows = [("batch size", "plain, tokens/s", *(f"K = {k}" for k in range(1, 1 + num_drafts)))]
     for size, of_size in speed.items():
         ratios = (f"{ratio:.2f}" for ratio in of_size["over_plain"])
         rows.append((size, f"{of_size['plain_tokens_per_second']:.0f}", *ratios))
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    return rows
+
+
+def _markdown(rows: Iterable[Iterable[Any]]) -> str:
+    return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in rows)

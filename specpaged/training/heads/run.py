@@ -99,6 +99,7 @@ class TrainingRun:
         save_heads(trainer.heads, self.out, target.loaded.dtype)
         figures = self._figures(trainer, acceptance, lookup, shortest) | {"early": self._early(trainer)}
         del trainer, target  # the engine has a target of its own
+        progress.show(1.0, "the engine's speed")
         figures["speed"] = self._speed(held_out)
         title = f"{self.arguments.method} heads for {self.arguments.target}"
         progress.say(draw_curve(figures["curve"], lookup, title, self.out / "curve.png"))

@@ -31,7 +31,7 @@ def test_each_turn_decodes_a_batch_with_every_number_of_drafts(target, tmp_path,
     figures = measure_speed(llm, prompts, seconds)
     assert {size: of_size["turns"] for size, of_size in figures.items()} == {"1": turns, "8": turns}
     names = [prompt[0] for prompt in prompts]
-    expected = [([name for name in names[:1]], k) for k in range(6)]  # warms up
+    expected = [(names[:1], k) for k in range(6)]  # warms up
     for i in range(turns):
         for size in (1, 8):
             expected += [([names[(i + j) % 3] for j in range(size)], (i + k) % 6) for k in range(6)]
