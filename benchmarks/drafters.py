@@ -158,18 +158,21 @@ def _draw(results: dict[str, Any], path: Path) -> str:
     width = 0.8 / (2 * len(methods))
     for i, method in enumerate(methods):
         color = plt.get_cmap("tab10")(i)
-        for j, label in enumerate(("best fixed K", DECIDED)):
+        for j in range(2):
             heights = [
                 cell["ways"][cell["best"][method] if j == 0 else f"{method}, {DECIDED}"]["over_plain"]
                 for cell in cells.values()
             ]
             places = [group + (2 * i + j - len(methods) + 0.5) * width for group in range(len(cells))]
-            axes.bar(places, heights, width, color=color, alpha=1.0 if j else 0.5, label=f"{method}, {label}")
+            axes.bar(places, heights, width, color=color, alpha=1.0 if j else 0.5, label=method if j else None)
     axes.axhline(1.0, color="black", linewidth=0.8)
     axes.set_xticks(range(len(cells)), [f"B = {size}" for size in cells])
     axes.set_ylabel("speed over plain decoding")
-    axes.set_title(f"{results['cpu']}, {results['threads']} thread(s), fp32, greedy", fontsize=10)
-    figure.legend(fontsize=8, ncols=len(methods), loc="outside lower center")
+    axes.set_title(
+        f"light: the best fixed K; full: {DECIDED} ({results['cpu']}, {results['threads']} thread(s), fp32, greedy)",
+        fontsize=10,
+    )
+    figure.legend(fontsize=8, ncols=4, loc="outside lower center")
     figure.savefig(path, dpi=120)
     plt.close(figure)
     return f"picture: {path.name}"
