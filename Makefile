@@ -100,9 +100,10 @@ bench-peers: install .venv-peers/.installed
 	fi
 	touch $@
 
-# Leaks are not looked for, as Python has its own; nor is memory limited, which the sanitizers need themselves.
+# libstdc++ is loaded with the sanitizer, which else finds nothing to throw with. Leaks are not looked for, as Python has
+# its own; nor is memory limited, which the sanitizers need themselves.
 sanitize: install
-	LD_PRELOAD=$$(g++ -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 \
+	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
 	CXX="g++ -fsanitize=address,undefined -fno-sanitize-recover=all" SPECPAGED_CACHE=build/sanitize \
 	$(BIN)/python -m pytest tests/kernels/cpu/test_[!b]* tests/kernels/cpu/test_bounds.py \
 	tests/drafting/test_ngram.py tests/drafting/test_suffix.py tests/drafting/test_heads.py tests/engine/test_rounds.py \

@@ -6,6 +6,10 @@ import json
 import subprocess
 import sys
 
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed: make install-vllm")
+
 SCRIPT = """
 import builtins, contextlib, json, logging, os, sys
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
