@@ -6,6 +6,8 @@ Dimensions: B sequences of T tokens, right-padded; d hidden size, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -17,11 +19,13 @@ from specpaged.modeling.forward_output import HiddenStates, HiddenStatesRequest
 from specpaged.modeling.loaded_model import LoadedModel
 from specpaged.modeling.loading import load_config, load_model
 from specpaged.modeling.model_runner import ModelRunner
+from specpaged.modeling.numerics import InexactError
 from specpaged.modeling.ragged_batch import RaggedRow, pack
 from specpaged.paging.kv_cache import PagedKVCache
 
 BLOCK_SIZES = {"cpu": 16, "cuda": 64}
 TOKENS_PER_PASS = 8192
+KEPT_BYTES = 2**31  # of hidden states, on a CPU, where a pass of the target is a third of a step of training
 NARROW = 1024  # hidden sizes of models that soon repeat themselves: shorter sequences show heads more of their text
 
 
@@ -51,10 +55,14 @@ def check_target(target: str, sequence_length: int | None) -> int:
     return sequence_length
 
 
+Text = tuple[HiddenStatesRequest, tuple[int, ...]]  # what is asked for, of which tokens
+
+
 class FrozenTarget:
     """A loaded target whose parameters nobody trains."""
 
-    def __init__(self, loaded: LoadedModel):
+    def __init__(self, loaded: LoadedModel, kept_bytes: int = 0):
+        """`kept_bytes` of hidden states are kept at most; a model that keeps some must be exact."""
         self.loaded = loaded
         self.config: FlatConfig = flat_config(loaded.hf_config)
         self.device = loaded.device
@@ -69,13 +77,21 @@ class FrozenTarget:
             multiplier = float(torch.tensor(multiplier).to(loaded.dtype))
         self._embedding_multiplier = multiplier
         self._runner: ModelRunner | None = None
+        self._kept: dict[Text, HiddenStates] = {}
+        self._room = kept_bytes
 
     @classmethod
     def load(cls, target: str, sequence_length: int, device: str) -> FrozenTarget:
-        """The target in its fast numerics. ValueError as `load_model` has it."""
-        block_size = BLOCK_SIZES[torch.device(device).type]
-        arguments = {"device": device, "numerics": "fast", "model_impl": "flat", "block_size": block_size}
-        return cls(load_model(target, max_model_len=sequence_length, **arguments))
+        """The target in its fast numerics, or on a CPU, if it can be exact there, with hidden states that are kept.
+
+        ValueError as `load_model` has it.
+        """
+        kind = torch.device(device).type
+        load = partial(load_model, target, max_model_len=sequence_length, device=device, model_impl="flat")
+        if kind == "cpu":
+            with suppress(InexactError):
+                return cls(load(block_size=BLOCK_SIZES[kind], numerics="exact"), KEPT_BYTES)
+        return cls(load(block_size=BLOCK_SIZES[kind], numerics="fast"))
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[...] int64 -> [..., d] float32: what enters the target's first layer."""
@@ -108,10 +124,17 @@ class FrozenTarget:
         return {name.removeprefix(prefix): t.float() for name, t in self._checkpoint.read(names).items()}
 
     def hidden_states(self, sequences: Sequence[Sequence[int]], request: HiddenStatesRequest) -> HiddenStates:
-        """Hidden states of whole sequences, [B, T, d] float32 each, zeros behind a sequence's end."""
-        parts: list[HiddenStates] = []
-        for group in _groups(sequences):
-            parts += self._pass(group, request)
+        """Hidden states of whole sequences, [B, T, d] float32 each, zeros behind a sequence's end.
+
+        Those that are kept are those that an exact model would compute again, in any batch.
+        """
+        texts = [(request, tuple(tokens)) for tokens in sequences]
+        states = {text: self._kept[text] for text in texts if text in self._kept}
+        for group in _groups([tokens for _, tokens in dict.fromkeys(texts) if (request, tokens) not in states]):
+            for tokens, part in zip(group, self._pass(group, request), strict=True):
+                states[request, tokens] = part
+                self._keep((request, tokens), part)
+        parts = [states[text] for text in texts]
         stack = torch.nn.utils.rnn.pad_sequence
         last = stack([part.last for part in parts], batch_first=True).float() if request.last else None
         each_layer = zip(*(part.layer_inputs for part in parts), strict=True)
@@ -133,6 +156,14 @@ class FrozenTarget:
         states = HiddenStates(last, tuple(states.clone() for states in output.hidden_states.layer_inputs))
         return states.split([len(tokens) for tokens in sequences])
 
+    def _keep(self, text: Text, states: HiddenStates) -> None:
+        """If there is room: who was here first stays, as texts come in turn and none more often than another."""
+        tensors = states.layer_inputs if states.last is None else (states.last, *states.layer_inputs)
+        num_bytes = sum(tensor.nbytes for tensor in tensors)
+        if num_bytes <= self._room:
+            self._kept[text] = states
+            self._room -= num_bytes
+
     def _runner_of(self, num_blocks: int) -> ModelRunner:
         """A runner on KV of at least so many blocks, which is made anew where there are more than ever before."""
         if self._runner is None or self._runner.kv_cache.num_blocks < num_blocks:
@@ -143,9 +174,9 @@ class FrozenTarget:
         return self._runner
 
 
-def _groups(sequences: Sequence[Sequence[int]]) -> list[list[Sequence[int]]]:
+def _groups(sequences: Sequence[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
     """The sequences, in order, in groups of at most TOKENS_PER_PASS tokens, or of one."""
-    groups: list[list[Sequence[int]]] = []
+    groups: list[list[tuple[int, ...]]] = []
     room = 0
     for tokens in sequences:
         if len(tokens) > room:

@@ -33,6 +33,35 @@ def test_hidden_states_and_logits_are_the_models_own(toy_pair, frozen, monkeypat
         torch.testing.assert_close(frozen.embed(torch.tensor(tokens)), outputs.hidden_states[0][0])
 
 
+def test_states_that_are_kept_are_what_a_pass_would_compute_again_and_no_more_than_there_is_room_for(toy_pair):
+    sequences = [text.all_token_ids for text in random_text([(5, 12), (2, 3), (4, 20), (9, 30)])]
+    request, other = HiddenStatesRequest(last=True, layer_inputs=(1,)), HiddenStatesRequest(last=True)
+    passes = []
+
+    class Counting(FrozenTarget):
+        def _pass(self, sequences, request):
+            passes.append([len(tokens) for tokens in sequences])
+            return super()._pass(sequences, request)
+
+    target = Counting.load(toy_pair.target, 64, "cpu")
+    of_token = 2 * target.config.hidden_size * 4  # bytes
+    target._room = of_token * (17 + 5 + 20)
+    alone = [FrozenTarget(target.loaded).hidden_states([tokens], request) for tokens in sequences]
+    for picked, computed in (([0, 1], [17, 5]), ([2, 0], [24]), ([1, 3], [39]), ([2, 3, 1, 2], [24, 39]), ([1, 0], [])):
+        del passes[:]
+        hidden = target.hidden_states([sequences[i] for i in picked], request)
+        assert passes == ([computed] if computed else [])
+        for b, i in enumerate(picked):
+            for ours, theirs in zip(
+                (hidden.last, *hidden.layer_inputs), (alone[i].last, *alone[i].layer_inputs), strict=True
+            ):
+                torch.testing.assert_close(ours[b, : len(sequences[i])], theirs[0], rtol=0, atol=0)
+                assert not ours[b, len(sequences[i]) :].any()
+    assert target._room == of_token * 20
+    assert not target.hidden_states(sequences[:1], other).layer_inputs
+    assert passes == [[17]]
+
+
 def test_a_family_that_scales_is_scaled(tmp_path):
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
