@@ -6,8 +6,6 @@ Dimensions: B sequences of T tokens, right-padded; d hidden size, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +17,6 @@ from specpaged.modeling.forward_output import HiddenStates, HiddenStatesRequest
 from specpaged.modeling.loaded_model import LoadedModel
 from specpaged.modeling.loading import load_config, load_model
 from specpaged.modeling.model_runner import ModelRunner
-from specpaged.modeling.numerics import InexactError
 from specpaged.modeling.ragged_batch import RaggedRow, pack
 from specpaged.paging.kv_cache import PagedKVCache
 
@@ -62,7 +59,8 @@ class FrozenTarget:
     """A loaded target whose parameters nobody trains."""
 
     def __init__(self, loaded: LoadedModel, kept_bytes: int = 0):
-        """`kept_bytes` of hidden states are kept at most; a model that keeps some must be exact."""
+        """`kept_bytes` of hidden states are kept at most. If any are, each sequence has a pass of its own, so that they
+        are those that it would have again."""
         self.loaded = loaded
         self.config: FlatConfig = flat_config(loaded.hf_config)
         self.device = loaded.device
@@ -77,21 +75,17 @@ class FrozenTarget:
             multiplier = float(torch.tensor(multiplier).to(loaded.dtype))
         self._embedding_multiplier = multiplier
         self._runner: ModelRunner | None = None
+        self._tokens_per_pass = 0 if kept_bytes else TOKENS_PER_PASS
         self._kept: dict[Text, HiddenStates] = {}
         self._room = kept_bytes
 
     @classmethod
     def load(cls, target: str, sequence_length: int, device: str) -> FrozenTarget:
-        """The target in its fast numerics, or on a CPU, if it can be exact there, with hidden states that are kept.
-
-        ValueError as `load_model` has it.
-        """
+        """The target in its fast numerics; on a CPU it keeps hidden states. ValueError as `load_model` has it."""
         kind = torch.device(device).type
-        load = partial(load_model, target, max_model_len=sequence_length, device=device, model_impl="flat")
-        if kind == "cpu":
-            with suppress(InexactError):
-                return cls(load(block_size=BLOCK_SIZES[kind], numerics="exact"), KEPT_BYTES)
-        return cls(load(block_size=BLOCK_SIZES[kind], numerics="fast"))
+        arguments = {"device": device, "numerics": "fast", "model_impl": "flat", "block_size": BLOCK_SIZES[kind]}
+        loaded = load_model(target, max_model_len=sequence_length, **arguments)
+        return cls(loaded, KEPT_BYTES if kind == "cpu" else 0)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[...] int64 -> [..., d] float32: what enters the target's first layer."""
@@ -124,13 +118,11 @@ class FrozenTarget:
         return {name.removeprefix(prefix): t.float() for name, t in self._checkpoint.read(names).items()}
 
     def hidden_states(self, sequences: Sequence[Sequence[int]], request: HiddenStatesRequest) -> HiddenStates:
-        """Hidden states of whole sequences, [B, T, d] float32 each, zeros behind a sequence's end.
-
-        Those that are kept are those that an exact model would compute again, in any batch.
-        """
+        """Hidden states of whole sequences, [B, T, d] float32 each, zeros behind a sequence's end."""
         texts = [(request, tuple(tokens)) for tokens in sequences]
         states = {text: self._kept[text] for text in texts if text in self._kept}
-        for group in _groups([tokens for _, tokens in dict.fromkeys(texts) if (request, tokens) not in states]):
+        unknown = [tokens for _, tokens in dict.fromkeys(texts) if (request, tokens) not in states]
+        for group in _groups(unknown, self._tokens_per_pass):
             for tokens, part in zip(group, self._pass(group, request), strict=True):
                 states[request, tokens] = part
                 self._keep((request, tokens), part)
@@ -174,14 +166,14 @@ class FrozenTarget:
         return self._runner
 
 
-def _groups(sequences: Sequence[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
-    """The sequences, in order, in groups of at most TOKENS_PER_PASS tokens, or of one."""
+def _groups(sequences: Sequence[tuple[int, ...]], most_tokens: int) -> list[list[tuple[int, ...]]]:
+    """The sequences, in order, in groups of at most so many tokens, or of one sequence."""
     groups: list[list[tuple[int, ...]]] = []
     room = 0
     for tokens in sequences:
         if len(tokens) > room:
             groups.append([])
-            room = TOKENS_PER_PASS
+            room = most_tokens
         groups[-1].append(tokens)
         room -= len(tokens)
     return groups
