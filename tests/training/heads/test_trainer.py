@@ -7,6 +7,7 @@ import torch
 
 from specpaged.training.heads.budget import Budget
 from specpaged.training.heads.head_checkpoint import load_heads, save_heads
+from specpaged.training.heads.target import KEPT_BYTES, FrozenTarget
 from specpaged.training.heads.trainer import Progress, Settings, Trainer
 from specpaged.training.heads.vocabulary import draft_vocabulary
 from tests.training.heads.conftest import random_heads, random_text
@@ -34,7 +35,8 @@ def test_a_resumed_run_equals_an_uninterrupted_one(frozen, tmp_path, method):
     whole = run(method, frozen, tmp_path / "whole.safetensors")
     with pytest.raises(KeyboardInterrupt):
         run(method, frozen, tmp_path / "cut.safetensors", cut_at=4)
-    resumed = run(method, frozen, tmp_path / "cut.safetensors")
+    has_kept_nothing = FrozenTarget(frozen.loaded, KEPT_BYTES)
+    resumed = run(method, has_kept_nothing, tmp_path / "cut.safetensors")
     start = dict(random_heads(method, frozen).named_parameters())
     for name, weight in whole.heads.named_parameters():
         assert torch.equal(dict(resumed.heads.named_parameters())[name], weight), name
