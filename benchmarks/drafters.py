@@ -1,9 +1,8 @@
 """`python -m benchmarks.drafters`: every drafter on the embedded target, each by its best fixed K and decided, in turn.
 
 Several that draft together have a + between them. Heads come from folders HEADS/eagle3 and HEADS/clover; those that are
-not there are left out. All contenders decode the
-same prompts in the same rounds, and must have the tokens of plain decoding. Prints a table, draws a picture where
-matplotlib is there, and ends in one line of JSON.
+not there are left out. All contenders decode the same prompts in the same rounds, and must have the tokens of plain
+decoding. Prints a table, draws a picture where matplotlib is there, and ends in one line of JSON.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def main(
     heads: Annotated[Path, typer.Option(help="Folder of the folders eagle3 and clover.")] = Path("build/heads"),
     methods: Annotated[str, typer.Option(help="Separated by commas.")] = SHOWN,
     batch_sizes: str = ",".join(map(str, ROUNDS)),
-    ks: Annotated[str, typer.Option(help="Fixed K of each drafter, separated by commas.")] = "2,3,5",
+    ks: Annotated[str, typer.Option(help="Fixed K of each drafter, separated by commas.")] = "1,2,4",
     threads: int = 1,
     rounds: Annotated[int | None, typer.Option(help="By default 15 to 3, by batch size.")] = None,
     out: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("build/drafters"),

@@ -22,7 +22,7 @@ from specpaged.paging.kv_cache import PagedKVCache
 
 BLOCK_SIZES = {"cpu": 16, "cuda": 64}
 TOKENS_PER_PASS = 8192
-KEPT_BYTES = 2**31  # of hidden states, on a CPU, where a pass of the target is a third of a step of training
+KEPT_BYTES = 2**31  # of hidden states, on a CPU, where a pass of the target is two fifths of a step of training
 NARROW = 1024  # hidden sizes of models that soon repeat themselves: shorter sequences show heads more of their text
 
 
